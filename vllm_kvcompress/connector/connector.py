@@ -1,0 +1,204 @@
+"""``KVCompressConnector``: vLLM's offloading connector with compressed blobs in stores.
+
+vLLM's own scheduler side decides what to store and to load and when; this class gives it our
+manager and worker, and adds what it lacks: loads that may fail, fingerprints from the workers,
+and a cache reset that reaches them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+    OffloadingConnectorWorker,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+
+from vllm_kvcompress import compat
+from vllm_kvcompress.config import PASSED_TO_VLLM, OffloadSettings
+from vllm_kvcompress.connector.manager import ChunkManager
+from vllm_kvcompress.connector.metrics import WorkerReport
+from vllm_kvcompress.connector.spec import KVCompressSpec, chunk_blocks
+from vllm_kvcompress.connector.worker import ChunkWorker
+
+
+@dataclass
+class StepMetadata(OffloadingConnectorMetadata):
+    """A step's transfers, and the epoch that they belong to."""
+
+    epoch: bytes = b""
+
+
+@dataclass
+class WorkerHandshake(KVConnectorHandshakeMetadata):
+    """What only the worker knows of its pages' meaning."""
+
+    fingerprint: bytes
+
+
+class _WorkerSide(OffloadingConnectorWorker):
+    """vLLM's worker side, with loads that may fail and our own report."""
+
+    spec: KVCompressSpec
+    worker: ChunkWorker
+
+    def __init__(
+        self, spec: KVCompressSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        self.failed_requests: set[str] = set()
+        self._report = WorkerReport()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.spec.find_layouts(kv_caches)
+        super().register_kv_caches(kv_caches)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        loads = dict(self._load_jobs)
+        sent, received = super().get_finished(finished_req_ids)
+        # After the transfers, so that no failure of a finished load is left for later.
+        self._report = self.worker.take_report()
+        self.failed_requests = {loads[job] for job in self._report.failed_loads if job in loads}
+        return sent, received
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        done = self._connector_worker_meta
+        report, self._report = self._report, WorkerReport()
+        report.completed_jobs = done.completed_jobs
+        report.transfer_stats = done.transfer_stats
+        if report.is_empty():
+            return None
+        self._connector_worker_meta = WorkerReport()
+        return report
+
+
+class KVCompressConnector(OffloadingConnector):
+    """Offload KV blocks, compressed, to a stack of stores; see the README for the settings."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig,
+    ) -> None:
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        if compat.inside_multi_connector():
+            raise ValueError(
+                "KVCompressConnector does not work inside MultiConnector, which keeps its own "
+                "kv_load_failure_policy and drops the workers' fingerprints; use it alone"
+            )
+        transfer = vllm_config.kv_transfer_config
+        settings = OffloadSettings.parse(transfer.kv_connector_extra_config)
+        # A chunk that cannot be loaded is recomputed; vLLM's default fails the request.
+        transfer.kv_load_failure_policy = "recompute"
+
+        passed = {
+            name: value
+            for name, value in transfer.kv_connector_extra_config.items()
+            if name in PASSED_TO_VLLM
+        }
+        blocks = chunk_blocks(settings, compat.offload_groups(kv_cache_config))
+        config = build_offloading_config(
+            compat.with_offload_config(vllm_config, {**passed, "blocks_per_chunk": blocks}),
+            kv_cache_config,
+        )
+        self._canonical_layout = False
+        spec = KVCompressSpec(config, settings, vllm_config, kv_cache_config)
+        self.connector_scheduler: OffloadingConnectorScheduler | None = None
+        self.connector_worker: _WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = OffloadingConnectorScheduler(
+                spec, vllm_config, kv_cache_config
+            )
+        else:
+            self.connector_worker = _WorkerSide(spec, vllm_config, kv_cache_config)
+
+    @property
+    def _manager(self) -> ChunkManager:
+        manager = self.scheduler.manager
+        assert isinstance(manager, ChunkManager)
+        return manager
+
+    # --- worker side ------------------------------------------------------------------------
+
+    def get_handshake_metadata(self) -> WorkerHandshake | None:
+        if self.connector_worker is None:
+            return None
+        return WorkerHandshake(self.connector_worker.spec.worker_fingerprint())
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert self.connector_worker is not None and isinstance(connector_metadata, StepMetadata)
+        self.connector_worker.worker.set_epoch(connector_metadata.epoch)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        assert self.connector_worker is not None
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving = self.connector_worker.failed_requests
+        return results
+
+    # --- scheduler side ---------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        told = [metadata[rank] for rank in sorted(metadata)]
+        self._manager.set_worker_fingerprints(
+            [handshake.fingerprint for handshake in told if isinstance(handshake, WorkerHandshake)]
+        )
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        step = super().build_connector_meta(scheduler_output)
+        assert isinstance(step, OffloadingConnectorMetadata)
+        return StepMetadata(
+            load_jobs=step.load_jobs,
+            store_jobs=step.store_jobs,
+            jobs_to_flush=step.jobs_to_flush,
+            epoch=self._manager.epoch,
+        )
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._manager.take_report(report)
+            for job_id in report.failed_loads:
+                self._store_again(job_id)
+        super().update_connector_output(connector_output)
+
+    def _store_again(self, job_id: int) -> None:
+        """Let the request of a failed load store all its chunks when it has recomputed them."""
+        scheduler = self.scheduler
+        job = scheduler._jobs.get(job_id)
+        request = None if job is None else scheduler._req_status.get(job.req_id)
+        if request is not None:
+            for group in request.group_states:
+                group.next_stored_chunk_idx = 0
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config, metric_types, labelnames, per_engine_labelvalues):
+        spec = {"spec_name": KVCompressSpec.__name__, "spec_module_path": KVCompressSpec.__module__}
+        return super().build_prom_metrics(
+            compat.with_offload_config(vllm_config, spec),
+            metric_types,
+            labelnames,
+            per_engine_labelvalues,
+        )

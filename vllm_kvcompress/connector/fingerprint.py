@@ -1,0 +1,146 @@
+"""Keys of blobs: everything that changes what their bytes mean.
+
+A key is 32 bytes: 8 that name the fingerprint and its epoch, 22 of a digest over fingerprint,
+epoch, block hash and cache group, and 2 for the worker's rank. The header of every blob repeats
+the key, and the worker that loads one checks it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvcompress import __version__
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+KEY_BYTES = 32
+NAMESPACE_BYTES = 8
+RANK_BYTES = 2
+SAMPLE_BYTES = 1 << 16
+
+FORMAT = 1
+"""Raise it when the meaning of keys or of what is stored under them changes."""
+
+
+def digest(*parts: bytes, size: int = 32) -> bytes:
+    """BLAKE2b over ``parts``, each preceded by its length, so that borders count."""
+    state = hashlib.blake2b(digest_size=size)
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.digest()
+
+
+def server_fingerprint(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, codec_key: bytes, chunk_blocks: int
+) -> bytes:
+    """A digest of every setting known to the scheduler that the stored bytes depend on."""
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    speculative = vllm_config.speculative_config
+    settings: dict[str, Any] = {
+        "format": FORMAT,
+        "version": __version__.rpartition(".")[0],
+        "model": _model_identity(model.model, model.revision, vllm_config),
+        "hf_config": model.hf_config.to_dict(),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "max_model_len": model.max_model_len if _length_changes_positions(model) else None,
+        "kv_cache_dtype": cache.cache_dtype,
+        "kv_cache_dtype_skip_layers": list(getattr(cache, "kv_cache_dtype_skip_layers", ()) or ()),
+        "block_hash": cache.prefix_caching_hash_algo,
+        "block_hash_seed": os.environ.get("PYTHONHASHSEED", ""),
+        "chunk_blocks": chunk_blocks,
+        "groups": [
+            [list(group.layer_names), repr(group.kv_cache_spec)]
+            for group in kv_cache_config.kv_cache_groups
+        ],
+        "parallel": [
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.prefill_context_parallel_size,
+            parallel.decode_context_parallel_size,
+        ],
+        "speculative": None if speculative is None else [speculative.method, speculative.model],
+        "additional": vllm_config.additional_config,
+    }
+    return digest(codec_key, json.dumps(settings, sort_keys=True, default=str).encode())
+
+
+def _length_changes_positions(model: Any) -> bool:
+    """Whether the rotary embedding depends on the model length (dynamic scaling does)."""
+    scaling = getattr(model.hf_config, "rope_scaling", None) or getattr(
+        model.hf_config, "rope_parameters", None
+    )
+    return isinstance(scaling, dict) and "dynamic" in str(scaling).lower()
+
+
+def _model_identity(name: str, revision: str | None, vllm_config: VllmConfig) -> list[Any]:
+    """What tells this model's weights from others': its files where they can be found."""
+    if vllm_config.load_config.load_format == "dummy":
+        return [name, revision, "dummy", vllm_config.model_config.seed]
+    folder = Path(name)
+    if not folder.is_dir():
+        folder = _snapshot_folder(name, revision)
+        if folder is None:
+            return [name, revision]
+    files = sorted(
+        path
+        for pattern in ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+        for path in folder.glob(pattern)
+    )
+    return [[path.name, _sampled_digest(path)] for path in files]
+
+
+def _snapshot_folder(name: str, revision: str | None) -> Path | None:
+    """The folder of a hub model that is in the local cache, or None."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        config = try_to_load_from_cache(name, "config.json", revision=revision)
+    except ValueError:  # not the name of a repository
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def _sampled_digest(path: Path) -> str:
+    """A digest of a weight file: its size, and 64 KiB at each of 64 places spread over it.
+
+    Reading everything would make the start of a large model wait for its disk twice.
+    """
+    size = path.stat().st_size
+    samples = []
+    with path.open("rb") as file:
+        for place in range(64):
+            file.seek(max(0, size - SAMPLE_BYTES) * place // 63)
+            samples.append(file.read(SAMPLE_BYTES))
+    return digest(str(size).encode(), *samples).hex()
+
+
+def worker_fingerprint(scales: Iterable[tuple[str, list[float], list[float]]]) -> bytes:
+    """A digest of what only a worker knows: the scales that each layer's pages are written with."""
+    return digest(json.dumps(list(scales)).encode())
+
+
+def namespace(fingerprint: bytes, epoch: bytes) -> bytes:
+    """The first bytes of every key under this fingerprint and epoch."""
+    return digest(b"namespace", fingerprint, epoch, size=NAMESPACE_BYTES)
+
+
+def chunk_key(fingerprint: bytes, epoch: bytes, offload_key: bytes) -> bytes:
+    """The key of a chunk, without the rank. ``offload_key`` is vLLM's block hash and group."""
+    size = KEY_BYTES - NAMESPACE_BYTES - RANK_BYTES
+    return namespace(fingerprint, epoch) + digest(fingerprint, epoch, offload_key, size=size)
+
+
+def rank_key(key: bytes, rank: int) -> bytes:
+    """The key under which one worker keeps its part of a chunk."""
+    return key + rank.to_bytes(RANK_BYTES, "little")

@@ -1,0 +1,174 @@
+"""What vLLM's offloading asks for: a manager in the scheduler and a worker beside each model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+)
+
+from vllm_kvcompress import compat
+from vllm_kvcompress.config import OffloadSettings
+from vllm_kvcompress.connector import fingerprint
+from vllm_kvcompress.connector.manager import ChunkManager
+from vllm_kvcompress.connector.metrics import metric_definitions
+from vllm_kvcompress.connector.worker import CacheGroup, ChunkWorker
+from vllm_kvcompress.kernels import pages as page_kernels
+from vllm_kvcompress.layout import PageLayout, find_layout
+from vllm_kvcompress.stores import StoreStack, create_stack
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+logger = init_logger(__name__)
+
+DEFAULT_CHUNK_TOKENS = 256
+
+
+def chunk_blocks(settings: OffloadSettings, groups: tuple[compat.GroupSpec, ...]) -> int:
+    """Blocks of a chunk, the same for every group.
+
+    Raises ValueError if the chunk that is asked for is not made of whole blocks.
+    """
+    block_tokens = max(group.block_tokens for group in groups)
+    if settings.chunk_tokens is None:
+        return max(1, DEFAULT_CHUNK_TOKENS // block_tokens)
+    if settings.chunk_tokens % block_tokens:
+        nearest = max(1, round(settings.chunk_tokens / block_tokens)) * block_tokens
+        raise ValueError(
+            f"kv_connector_extra_config: chunk_tokens is {settings.chunk_tokens}, not a multiple "
+            f"of the KV cache's block of {block_tokens} tokens; use {nearest}"
+        )
+    return settings.chunk_tokens // block_tokens
+
+
+class KVCompressSpec(OffloadingSpec):
+    """Made by ``KVCompressConnector`` on either side; also what vLLM's front end asks for metrics."""
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: Mapping[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        return metric_definitions()
+
+    def __init__(
+        self,
+        config: OffloadingConfig,
+        settings: OffloadSettings,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+    ) -> None:
+        super().__init__(config)
+        self.settings = settings
+        self.codec = settings.create_codec()
+        self.groups = compat.offload_groups(kv_cache_config)
+        self.vllm_config = vllm_config
+        self.kv_cache_config = kv_cache_config
+        self.layouts: list[PageLayout] = []
+
+    def get_manager(self) -> OffloadingManager:
+        stack = create_stack(self.settings.stores, write_back=self.settings.write_back)
+        shared = [store for store in stack.stores if store.shared]
+        ranks = self.config.parallel.world_size
+        _log_setup(self, stack)
+        for store in stack.stores:
+            if not store.shared:
+                store.close()
+        return ChunkManager(
+            fingerprint.server_fingerprint(
+                self.vllm_config,
+                self.kv_cache_config,
+                self.codec.cache_key(),
+                self.blocks_per_chunk,
+            ),
+            ranks=ranks,
+            shared_stores=shared,
+            workers_hold=len(shared) < len(stack.stores),
+            retry_seconds=self.settings.retry_seconds,
+        )
+
+    def find_layouts(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Find each group's element order. Raises ValueError, naming the layer, if there is none."""
+        for group in self.groups:
+            name = group.layer_names[0]
+            self.layouts.append(
+                find_layout(
+                    group,
+                    compat.attention_layer(self.vllm_config, name),
+                    kv_caches[name],
+                    self.kv_cache_config.num_blocks,
+                    self.vllm_config.cache_config.cache_dtype,
+                )
+            )
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> ChunkWorker:
+        groups = []
+        for group, layout, refs in zip(
+            self.groups, self.layouts, kv_caches.group_data_refs, strict=True
+        ):
+            if len(refs) != layout.layers:
+                raise ValueError(
+                    "KVCompressConnector needs each layer's pages apart; "
+                    f"this KV cache layout packs {layout.layers} layers in {len(refs)} regions"
+                )
+            pages = [kv_caches.tensors[ref.tensor_idx].tensor for ref in refs]
+            groups.append(
+                CacheGroup(group.group_id, layout, [page[:, : layout.page_bytes] for page in pages])
+            )
+            self._warm_up(layout)
+        return ChunkWorker(
+            groups,
+            blocks_per_chunk=self.blocks_per_chunk,
+            codec=self.codec,
+            stores=create_stack(self.settings.stores, write_back=self.settings.write_back),
+            rank=self.config.parallel.rank,
+            threads=self.settings.threads,
+            staging_bytes=self.settings.staging_bytes,
+        )
+
+    def worker_fingerprint(self) -> bytes:
+        """What this worker's pages were written with."""
+        names = [name for group in self.groups for name in group.layer_names]
+        return fingerprint.worker_fingerprint(
+            (name, *compat.scales_of(compat.attention_layer(self.vllm_config, name)))
+            for name in names
+        )
+
+    def _warm_up(self, layout: PageLayout) -> None:
+        """Compile what this group's chunks need, so that no request waits for a compiler."""
+        page_kernels.warm_up(layout.dtype.itemsize)
+        shape = (1, 2, layout.block_tokens, layout.kv_heads, layout.head_size)
+        bits = torch.randn(shape).to(layout.index.device, layout.dtype)
+        self.codec.decode(self.codec.encode(bits), device=layout.index.device)
+
+
+def _log_setup(spec: KVCompressSpec, stack: StoreStack) -> None:
+    """The one line at start: codec, level, stores and what they hold."""
+    held = ", ".join(
+        f"{stats.name} {stats.entries} blobs, {stats.bytes_held / 2**20:.1f} MiB of "
+        f"{stats.capacity_bytes / 2**20:.0f} MiB"
+        for stats in (store.stats() for store in stack.stores)
+    )
+    level = getattr(spec.codec, "level", None)
+    logger.info(
+        "KV offload: codec %s%s, chunks of %s tokens, %d threads, stores: %s",
+        spec.codec.name,
+        f" level {level}" if level else "",
+        " and ".join(
+            str(tokens)
+            for tokens in sorted(
+                {group.block_tokens * spec.blocks_per_chunk for group in spec.groups}
+            )
+        ),
+        spec.settings.threads,
+        held,
+    )
