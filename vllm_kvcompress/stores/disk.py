@@ -135,7 +135,7 @@ class DiskStore(Store):
                 self._scan()
             finally:
                 self._scan_lock.release()
-        self._reserve(size)
+        reserved = self._reserve(key, size)
         try:
             try:
                 self._write(key, blob)
@@ -150,7 +150,7 @@ class DiskStore(Store):
             return False
         finally:
             with self._lock:
-                self._reserved -= size
+                self._reserved -= reserved
         self._evict(self._capacity)
         return True
 
@@ -301,15 +301,22 @@ class DiskStore(Store):
         with contextlib.suppress(FileExistsError):
             os.mkdir(directory)
 
-    def _reserve(self, size: int) -> None:
-        """Evict until ``size`` bytes more fit beside what is held and being written."""
+    def _reserve(self, key: bytes, size: int) -> int:
+        """Evict until ``size`` bytes under ``key`` fit beside what is held and being written.
+
+        Returns what was added to ``_reserved``.
+        """
         while True:
             with self._lock:
-                room = self._capacity - self._index.held - self._reserved
-                victim = self._evict_one() if room < size else None
+                # The blob to be replaced makes room itself, and is not the one to evict for it.
+                growth = size
+                if key in self._index:
+                    growth -= self._index.entry(key)[0]
+                    self._index.touch(key, time.time_ns())
+                victim = self._evict_one(self._capacity - self._reserved - growth)
                 if victim is None:
-                    self._reserved += size
-                    return
+                    self._reserved += growth
+                    return growth
             self._report(*victim)
 
     def _evict(self, goal: int) -> bool:
@@ -317,20 +324,20 @@ class DiskStore(Store):
         evicted = False
         while True:
             with self._lock:
-                victim = self._evict_one() if self._index.held > goal else None
+                victim = self._evict_one(goal)
             if victim is None:
                 return evicted
             evicted = True
             self._report(*victim)
 
-    def _evict_one(self) -> tuple[bytes, int | None] | None:
-        """Delete the least recently used blob; returns its key and, for ``on_evict``, a file
-        descriptor that still reads it. None if there is none.
+    def _evict_one(self, goal: int) -> tuple[bytes, int | None] | None:
+        """Delete the least recently used blob, if more than ``goal`` bytes are held.
 
-        The lock is held: files are renamed and deleted under it, so that the index always agrees
-        with what this process did to the directory.
+        Returns its key and, for ``on_evict``, a file descriptor that still reads it; None if
+        nothing was deleted. The lock is held: files are renamed and deleted under it, so that the
+        index always agrees with what this process did to the directory.
         """
-        while (oldest := self._index.oldest()) is not None:
+        while self._index.held > goal and (oldest := self._index.oldest()) is not None:
             key, used = oldest
             path = self._blob_path(key)
             descriptor = None
@@ -563,18 +570,27 @@ def _temporary_file(directory: str) -> Iterator[tuple[int, str]]:
 
     The caller renames or unlinks it; after an exception it is removed.
     """
-    path = os.path.join(directory, secrets.token_hex(8) + _TEMPORARY)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    path, descriptor = _create_locked(directory)
     try:
-        # Some network file systems know no locks: what a killed writer leaves there, stays.
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield descriptor, path
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(path)
         raise
     finally:
+        os.close(descriptor)
+
+
+def _create_locked(directory: str) -> tuple[str, int]:
+    while True:
+        path = os.path.join(directory, secrets.token_hex(8) + _TEMPORARY)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        # Some network file systems know no locks: what a killed writer leaves there, stays.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # Somebody may have taken it for a dead writer's before it was locked.
+        if os.fstat(descriptor).st_nlink:
+            return path, descriptor
         os.close(descriptor)
 
 
