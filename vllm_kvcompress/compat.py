@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
+LOGGER_NAME = "vllm.kvcompress"
+"""vLLM configures the logger ``vllm`` and what lies below it; others stay silent."""
+
 _cpu_affinity: set[int] | None = None
 
 
@@ -52,7 +55,7 @@ def shield_llvmlite() -> None:
     if getattr(lookup, "_shielded", False):
         return
 
-    def __getattr__(self, name):  # noqa: N807
+    def __getattr__(self, name):
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         return lookup(self, name)

@@ -66,24 +66,20 @@ class OffloadSettings:
         for name in (*PASSED_TO_VLLM, "write_back"):
             if not isinstance(extra_config.get(name, False), bool):
                 raise _error(name, extra_config[name], "true or false")
+        optional = {"level", "profile", "chunk_tokens"}
+        values = {k: v for k, v in values.items() if v is not None or k not in optional}
         for name in ("codec", "level", "profile"):
-            value = values.get(name)
-            if (
-                name in values
-                and not isinstance(value, str)
-                and not (value is None and name != "codec")
-            ):
-                raise _error(name, value, "a string")
+            if not isinstance(values.get(name, ""), str):
+                raise _error(name, values[name], "a string")
         for name in ("chunk_tokens", "threads"):
-            value = values.get(name)
-            if name in values and not (name == "chunk_tokens" and value is None):
-                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                    raise _error(name, value, "a whole number of at least 1")
+            value = values.get(name, 1)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise _error(name, value, "a whole number of at least 1")
         if "staging_bytes" in values:
             try:
-                values["staging_bytes"] = parse_size(values["staging_bytes"])
+                values["staging_bytes"] = parse_size(values["staging_bytes"], "staging_bytes")
             except ValueError as error:
-                raise ValueError(f"kv_connector_extra_config: staging_bytes: {error}") from error
+                raise ValueError(f"kv_connector_extra_config: {error}") from error
         if "retry_seconds" in values:
             value = values["retry_seconds"]
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e6:

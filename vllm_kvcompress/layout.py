@@ -35,7 +35,7 @@ class PageLayout:
     head_size: int
     dtype: torch.dtype
     index: torch.Tensor
-    """int32 ``[2, tokens * heads * channels]``: the offset in a page, in elements, of each value."""
+    """int32 ``[2, tokens * heads * channels]``: each value's offset in a page, in elements."""
 
     @property
     def page_bytes(self) -> int:

@@ -22,11 +22,12 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from vllm_kvcompress import compat
 from vllm_kvcompress.connector import fingerprint
 from vllm_kvcompress.connector.metrics import Sample, WorkerReport, connector_stats
 from vllm_kvcompress.stores import Store, StoreError
 
-logger = init_logger(__name__)
+logger = init_logger(compat.LOGGER_NAME)
 
 PENDING_SECONDS = 60.0
 """How long the engine is kept stepping for a store that no worker reports on."""
@@ -152,7 +153,8 @@ class ChunkManager(OffloadingManager):
             old = fingerprint.namespace(self._fingerprint, self.epoch)
             for store in self._shared_stores:
                 try:
-                    store.remove([key for key in store.keys() if key.startswith(old)])
+                    held = store.keys()
+                    store.remove([key for key in held if key.startswith(old)])
                 except StoreError as error:
                     logger.warning("KV offload: store %s was not cleared: %s", store.name, error)
         self.epoch = os.urandom(8)

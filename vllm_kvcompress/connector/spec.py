@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-logger = init_logger(__name__)
+logger = init_logger(compat.LOGGER_NAME)
 
 DEFAULT_CHUNK_TOKENS = 256
 
@@ -52,7 +52,7 @@ def chunk_blocks(settings: OffloadSettings, groups: tuple[compat.GroupSpec, ...]
 
 
 class KVCompressSpec(OffloadingSpec):
-    """Made by ``KVCompressConnector`` on either side; also what vLLM's front end asks for metrics."""
+    """Made by ``KVCompressConnector`` on either side; vLLM's front end asks it for metrics."""
 
     @classmethod
     def build_metric_definitions(
@@ -97,7 +97,7 @@ class KVCompressSpec(OffloadingSpec):
         )
 
     def find_layouts(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Find each group's element order. Raises ValueError, naming the layer, if there is none."""
+        """Find each group's element order. Raises ValueError where there is none."""
         for group in self.groups:
             name = group.layer_names[0]
             self.layouts.append(

@@ -27,7 +27,7 @@ from vllm_kvcompress.connector.metrics import WorkerReport
 from vllm_kvcompress.layout import PageLayout
 from vllm_kvcompress.stores import StoreError, StoreStack
 
-logger = init_logger(__name__)
+logger = init_logger(compat.LOGGER_NAME)
 
 
 class LoadFailed(Exception):
