@@ -1,0 +1,98 @@
+"""Keys and values of a model on real text.
+
+``python -m vllm_kvcompress.calibration.dump MODEL OUT TEXT...`` writes one safetensors file a text:
+``kv``, bfloat16 ``[layers, 2, tokens, kv_heads, head_size]``, and ``ids``, int64 ``[tokens]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+
+# Longest piece of a text that goes through the model at once: bounds the logits and attention.
+PREFILL_TOKENS = 512
+
+
+def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None):
+    """The model and the tokenizer of a checkpoint directory.
+
+    dtype: of the weights and the arithmetic; if None, bfloat16 on an accelerator and float32 on
+    the CPU, where many machines have no fast bfloat16.
+    """
+    if dtype is None:
+        dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().to(device)
+    return model, AutoTokenizer.from_pretrained(path)
+
+
+@torch.inference_mode()
+def prefill(model: PreTrainedModel, ids: torch.Tensor) -> DynamicCache:
+    """The model's cache after the tokens ``ids``, int64 ``[tokens]``."""
+    cache = DynamicCache()
+    for start in range(0, len(ids), PREFILL_TOKENS):
+        piece = ids[None, start : start + PREFILL_TOKENS].to(model.device)
+        model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
+
+
+def cache_to_kv(cache: DynamicCache) -> torch.Tensor:
+    """The K and V of a cache of one sequence: ``[layers, 2, tokens, kv_heads, head_size]``.
+
+    Raises ValueError if layers differ in shape (sliding windows, cross-layer head sizes).
+    """
+    layers = [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]
+    if len({layer.shape for layer in layers}) != 1:
+        raise ValueError("the layers of this model hold K and V of different shapes")
+    return torch.stack(layers).transpose(2, 3).contiguous()
+
+
+def dump_kv(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """K and V of the tokens ``ids``, int64 ``[tokens]``, rounded to bfloat16, on the CPU.
+
+    Returns ``[layers, 2, tokens, kv_heads, head_size]``, K after its rotary embedding, as an
+    engine caches it.
+    """
+    return cache_to_kv(prefill(model, ids)).to("cpu", torch.bfloat16)
+
+
+def tokenize(tokenizer, text: str, tokens: int) -> torch.Tensor:
+    """The first ``tokens`` tokens of a text, int64. Raises ValueError if it has fewer."""
+    # No tokenizer in use makes tokens of more than 16 characters on average.
+    ids = tokenizer(text[: 16 * tokens], return_tensors="pt").input_ids[0, :tokens]
+    if len(ids) < tokens:
+        raise ValueError(f"the text has {len(ids)} tokens; {tokens} are needed")
+    return ids
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_kvcompress.calibration.dump",
+        description="Write the KV of a model on text files, one safetensors file a text.",
+    )
+    parser.add_argument("model", help="directory of the checkpoint")
+    parser.add_argument("out", type=Path, help="directory to write to")
+    parser.add_argument("texts", nargs="+", type=Path, help="text files")
+    parser.add_argument(
+        "--tokens", type=int, default=2048, help="tokens of each text (%(default)s)"
+    )
+    parser.add_argument("--device", default="cpu", help="torch device (%(default)s)")
+    args = parser.parse_args(argv)
+    model, tokenizer = load_model(args.model, args.device)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for path in args.texts:
+        try:
+            ids = tokenize(tokenizer, path.read_text(errors="replace"), args.tokens)
+        except (OSError, ValueError) as error:
+            parser.error(f"{path}: {error}")
+        kv = dump_kv(model, ids)
+        target = args.out / f"{path.stem}.safetensors"
+        save_file({"kv": kv, "ids": ids}, target)
+        print(f"{target}: {list(kv.shape)} bfloat16", flush=True)
+
+
+if __name__ == "__main__":
+    main()
