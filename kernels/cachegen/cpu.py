@@ -1,0 +1,947 @@
+"""Encode and decode of cachegen sections with numba, on one thread and without the interpreter lock.
+
+Writes and reads the bytes that ``reference.py`` does; what each step means stands in ``format.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import namedtuple
+from collections.abc import Sequence
+
+import numba
+import numpy as np
+import torch
+from numba import njit
+
+from . import _vector as vec
+from . import format as fmt
+from ._vector import (
+    array_at,
+    bfloat16_of,
+    bits_of,
+    decode_block_vector,
+    encode_block_vector,
+    fabs,
+    float16_of,
+    float_of,
+    floor,
+    lossless_bits,
+    lossless_symbol,
+    move_bit,
+    rint,
+)
+from .format import SectionError
+
+_compiled = njit(nogil=True, cache=True, error_model="numpy", no_cfunc_wrapper=True)
+_parts = _compiled(fmt.parts)
+_header_in_range = _compiled(fmt.header_in_range)
+
+Tables = namedtuple("Tables", "decode reciprocal entries cost low high shrink constant")
+Kind = namedtuple("Kind", "code itemsize exponent_bits mantissa_bits escapes_top max_finite")
+Scratch = namedtuple("Scratch", "symbols words stream positions")
+
+_TORCH_BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+_BF16, _FP16, _FP32 = (fmt.DTYPES[n].code for n in ("bfloat16", "float16", "float32"))
+_FLOAT16_SCALE = np.float32(2.0**112)
+_ROUND = np.float32(0.5 - fmt.DEAD_ZONE)
+_SMALLEST_MAX = np.float32(fmt.SMALLEST_MAX)
+_SQUARE_ROWS = 128
+_TILE = 64
+_ERRORS = {
+    1: "a field of the section header is out of range",
+    2: "the length of the section does not match its parts",
+    3: "a channel's index is out of range",
+    4: "the number of raw channels is wrong",
+    5: "a lane's state is out of range",
+    6: "a segment's words do not match its symbols",
+    7: "the positions of the exceptions are out of range or order",
+}
+
+
+def decode_tables(bank: fmt.Bank) -> np.ndarray:
+    """uint32 [(TABLES + 1) * 2^11]: symbol << 24 | freq << 11 | slot - cum, per table and slot."""
+    tables = np.empty((fmt.TABLES + 1, fmt.PROB_SCALE), np.uint32)
+    slot = np.arange(fmt.PROB_SCALE)
+    for table, freq, cum in zip(tables, bank.freq, bank.cum, strict=True):
+        symbol = np.repeat(np.arange(256), freq)
+        table[:] = symbol << 24 | freq[symbol] << fmt.PROB_BITS | (slot - cum[symbol])
+    return tables.ravel()
+
+
+def encode_tables(bank: fmt.Bank) -> tuple[np.ndarray, np.ndarray]:
+    """uint32 [(TABLES + 1) * 256] each: the reciprocal m of a frequency f; and
+    shift << 24 | f << 12 | bias, with x / f = (x * m >> 32) >> shift for x < 2^31 and
+    bias = cum. For f = 1 the product gives x - 1, which bias makes good."""
+    freq = bank.freq.astype(np.int64)
+    # Idle lanes code whatever symbol they find with the whole range: a step that changes nothing.
+    freq[fmt.TABLES] = fmt.PROB_SCALE
+    freq = np.maximum(freq, 1)
+    log2 = np.array([(int(f) - 1).bit_length() for f in freq.ravel()]).reshape(freq.shape)
+    reciprocal = ((np.int64(1) << (31 + log2)) + freq - 1) // freq
+    bias = bank.cum.astype(np.int64)
+    bias[fmt.TABLES] = 0
+    one = freq == 1
+    reciprocal[one] = 0xFFFFFFFF
+    bias[one] += fmt.PROB_SCALE - 1
+    shift = np.where(one, 0, log2 - 1)
+    entries = shift << 24 | freq << 12 | bias
+    return reciprocal.astype(np.uint32).ravel(), entries.astype(np.uint32).ravel()
+
+
+@functools.cache
+def _tables(mode: int, itemsize: int) -> Tables:
+    bank = fmt.bank(mode)
+    return Tables(
+        decode_tables(bank), *encode_tables(bank), fmt.costs(mode, itemsize).copy(),
+        bank.low.copy(), bank.high.copy(), bank.shrink.copy(), bank.constant,
+    )  # fmt: skip
+
+
+def _kind(tensor: torch.Tensor) -> Kind:
+    d = fmt.DTYPES[str(tensor.dtype).removeprefix("torch.")]
+    limit = np.float32(d.max_finite)
+    return Kind(d.code, d.itemsize, d.exponent_bits, d.mantissa_bits, int(d.escapes_top), limit)
+
+
+def _as_bits(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.view(_TORCH_BITS[tensor.element_size()]).numpy()
+
+
+def _scratch(tokens: int, channels: int) -> Scratch:
+    width = channels + 2 * LANES
+    return Scratch(
+        np.empty(tokens * width + vec.SYMBOL_SLACK, np.uint8),
+        np.empty(tokens * SEGMENT + 2 * vec.WORD_SLACK, np.uint16),
+        np.empty(tokens * channels, np.uint16),
+        np.empty(tokens * channels, np.uint32),
+    )
+
+
+def encode(kv: torch.Tensor, quantisers: Sequence[fmt.Quantiser]) -> list[memoryview]:
+    """Sections of ``kv[stripes, tokens, channels]``, contiguous on the CPU; one quantiser a stripe."""
+    stripes, tokens, channels = kv.shape
+    kind = _kind(kv)
+    room = fmt.raw_section_bytes(tokens, channels, kind.itemsize)
+    out = np.empty(stripes * room, np.uint8)
+    ends = np.empty(stripes, np.int64)
+    plan = np.array(
+        [(q.mode, q.alpha, q.fraction_bits, q.centred, q.max_code) for q in quantisers], np.float64
+    )
+    _encode_stripes(
+        _as_bits(kv), plan, kind, _tables(UNIFORM, kind.itemsize), _tables(LOSSLESS, kind.itemsize),
+        vec.COMPRESS, _scratch(tokens, channels), out, ends,
+    )  # fmt: skip
+    view = memoryview(out)
+    return [view[a:b] for a, b in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)]
+
+
+def decode(sections: Sequence[memoryview | bytes], out: torch.Tensor) -> None:
+    """Decode one section a stripe into ``out[stripes, tokens, channels]``, contiguous on the CPU.
+
+    Raises SectionError for inconsistent sections.
+    """
+    stripes, tokens, channels = out.shape
+    arrays = [np.frombuffer(s, np.uint8) for s in sections]
+    if len(arrays) != stripes or any(a.size < fmt.HEADER_BYTES for a in arrays):
+        raise SectionError("a section is missing or shorter than its header")
+    addresses = np.array([a.__array_interface__["data"][0] for a in arrays], np.uintp)
+    lengths = np.array([a.size for a in arrays], np.int64)
+    kind = _kind(out)
+    status = _decode_stripes(
+        addresses, lengths, _as_bits(out), kind, _tables(UNIFORM, kind.itemsize),
+        _tables(LOSSLESS, kind.itemsize), vec.SPREAD, _scratch(tokens, channels),
+    )  # fmt: skip
+    if status:
+        stripe, error = divmod(status, 16)
+        raise SectionError(f"section {stripe}: {_ERRORS[error]}")
+
+
+def warm_up(dtype: torch.dtype = torch.bfloat16) -> None:
+    """Compile, or load from numba's cache, what coding this dtype needs."""
+    kv = torch.zeros(2, 2, 8).to(dtype)
+    out = torch.empty_like(kv)
+    decode(encode(kv, [fmt.quantiser("lossless", 1, 0, v) for v in (0, 1)]), out)
+
+
+RAW, LOSSLESS, UNIFORM, TOKEN_MAX = fmt.RAW, fmt.LOSSLESS, fmt.UNIFORM, fmt.TOKEN_MAX
+TABLES, CONSTANT, RAW_CHANNEL = fmt.TABLES, fmt.CONSTANT, fmt.RAW_CHANNEL
+LANES, SEGMENT = fmt.LANES, fmt.SEGMENT
+
+
+@_compiled
+def _read(data, at, size):
+    value = np.int64(0)
+    for i in range(size):
+        value |= np.int64(data[at + i]) << (8 * i)
+    return value
+
+
+@_compiled
+def _write(out, at, value, size):
+    for i in range(size):
+        out[at + i] = (np.int64(value) >> (8 * i)) & 255
+
+
+@_compiled
+def _write_fixed(out, at, end, values, base, width):
+    """Fixed-width integers, least significant bit first, zeros up to *end*."""
+    pending, bits = np.int64(0), 0
+    if width:
+        for value in values:
+            pending |= (np.int64(value) - base) << bits
+            bits += width
+            while bits >= 8:
+                out[at] = pending & 255
+                at += 1
+                pending >>= 8
+                bits -= 8
+    if bits:
+        out[at] = pending
+        at += 1
+    out[at:end] = 0
+
+
+@_compiled
+def _read_fixed(data, at, values, base, width):
+    pending, bits = np.int64(0), 0
+    for i in range(len(values)):
+        while bits < width:
+            pending |= np.int64(data[at]) << bits
+            at += 1
+            bits += 8
+        values[i] = base + (pending & ((1 << width) - 1))
+        pending >>= width
+        bits -= width
+
+
+@_compiled
+def _bit_length(value):
+    bits = 0
+    while value > 0:
+        value >>= 1
+        bits += 1
+    return bits
+
+
+@_compiled
+def _load_row(row, code, value):
+    """float32 values of a row of bit patterns; zero for those that are not finite."""
+    if code == _BF16:
+        for c in range(len(row)):
+            finite = (row[c] & 0x7F80) != 0x7F80
+            value[c] = float_of(np.uint32(row[c]) << 16) if finite else np.float32(0)
+    elif code == _FP16:
+        for c in range(len(row)):
+            finite = (row[c] & 0x7C00) != 0x7C00
+            size = float_of(np.uint32(row[c] & 0x7FFF) << 13) * _FLOAT16_SCALE
+            size = size if finite else np.float32(0)
+            value[c] = -size if row[c] & 0x8000 else size
+    else:
+        for c in range(len(row)):
+            finite = (row[c] & 0x7F800000) != 0x7F800000
+            value[c] = float_of(row[c]) if finite else np.float32(0)
+
+
+@_compiled
+def _store_row(value, count, kind, bits):
+    """Bit patterns of the first *count* float32 values, limited to the dtype's finite range."""
+    limit = kind.max_finite
+    if kind.code == _BF16:
+        for p in range(count):
+            v = value[p]
+            v = limit if v > limit else v
+            v = -limit if v < -limit else v
+            bits[p] = bfloat16_of(v)
+    elif kind.code == _FP16:
+        for p in range(count):
+            v = value[p]
+            v = limit if v > limit else v
+            v = -limit if v < -limit else v
+            bits[p] = float16_of(v)
+    else:
+        for p in range(count):
+            v = value[p]
+            v = limit if v > limit else v
+            v = -limit if v < -limit else v
+            bits[p] = bits_of(v)
+
+
+@_compiled
+def _float_bits_limit(kind):
+    """The pattern of infinity: magnitudes from here on are not finite."""
+    return ((1 << kind.exponent_bits) - 1) << kind.mantissa_bits
+
+
+@_compiled
+def _largest(bits, kind):
+    """(largest finite |x| as a bit pattern, whether all values are finite)."""
+    tokens, channels = bits.shape
+    magnitude = (1 << (kind.exponent_bits + kind.mantissa_bits)) - 1
+    highest = np.zeros_like(bits[0])
+    for t in range(tokens):
+        row = bits[t]
+        for c in range(channels):
+            m = row[c] & magnitude
+            if m > highest[c]:
+                highest[c] = m
+    largest = np.int64(0)
+    for c in range(channels):
+        largest = max(largest, np.int64(highest[c]))
+    infinity = _float_bits_limit(kind)
+    if largest < infinity:
+        return largest, True
+    largest = np.int64(0)
+    for t in range(tokens):
+        for c in range(channels):
+            m = np.int64(bits[t, c] & magnitude)
+            if m < infinity and m > largest:
+                largest = m
+    return largest, False
+
+
+@_compiled
+def _escape_non_finite(bits, kind, symbols):
+    tokens, channels = bits.shape
+    infinity = _float_bits_limit(kind)
+    for t in range(tokens):
+        for c in range(channels):
+            if (bits[t, c] & infinity) == infinity:
+                symbols[t, c] = fmt.ESCAPE
+
+
+@_compiled
+def _uniform_symbols(bits, kind, alpha, fraction, centred, symbols, param):
+    """Returns the step; 0 where the range of the stripe is beyond UNIFORM."""
+    tokens, channels = bits.shape
+    pattern, all_finite = _largest(bits, kind)
+    value = np.empty(channels, np.float32)
+    one = np.empty(1, bits.dtype)
+    one[0] = pattern
+    _load_row(one, kind.code, value[:1])
+    exponent = np.int64(bits_of(value[0]) >> 23) - 127
+    if pattern > 0 and abs(exponent) > fmt.EXPONENT_LIMIT:
+        return np.float32(0)
+    step = np.float32(1)
+    param[:] = 0
+    if pattern > 0:
+        unit = 2.0 ** np.float64(exponent - fmt.FIXED_BITS)
+        scale = np.float32(1 / unit)
+        sums = np.zeros(channels, np.int32)
+        squares = np.zeros(channels, np.uint32)
+        total = np.int64(0)
+        for t in range(tokens):
+            _load_row(bits[t], kind.code, value)
+            for c in range(channels):
+                fixed = np.int32(rint(value[c] * scale))
+                sums[c] += fixed
+                squares[c] += np.uint32(fixed * fixed)
+            if t % _SQUARE_ROWS == _SQUARE_ROWS - 1 or t == tokens - 1:
+                for c in range(channels):
+                    total += np.int64(squares[c])
+                squares[:] = 0
+        mean_square = np.float64(total) / np.float64(tokens * channels)
+        step = np.float32(alpha * (math.sqrt(mean_square) * unit))
+        if centred:
+            factor = (unit * 2.0 ** np.float64(fraction)) / (np.float64(tokens) * np.float64(step))
+            for c in range(channels):
+                mean = math.floor(np.float64(sums[c]) * factor + 0.5)
+                param[c] = min(max(mean, -fmt.MAX_PARAM), fmt.MAX_PARAM)
+    inverse = np.float32(1) / step
+    fine = np.float32(2.0 ** -np.float64(fraction))
+    centre = param.astype(np.float32) * fine
+    top = np.float32(fmt.MAX_CODE + 1)
+    for t in range(tokens):
+        _load_row(bits[t], kind.code, value)
+        row = symbols[t]
+        for c in range(channels):
+            z = value[c] * inverse - centre[c]
+            n = floor(fabs(z) + _ROUND)
+            n = top if n > top else n
+            n = -n if z < np.float32(0) else n
+            row[c] = np.int32(n + np.float32(fmt.CENTRE))
+    if not all_finite:
+        _escape_non_finite(bits, kind, symbols)
+    return step
+
+
+@_compiled
+def _token_max_symbols(bits, kind, max_code, symbols, param, maxima):
+    tokens, channels = bits.shape
+    value = np.empty(channels, np.float32)
+    sums = np.zeros(channels, np.int32)
+    codes = np.float32(max_code)
+    all_finite = True
+    for t in range(tokens):
+        pattern, finite = _largest(bits[t : t + 1], kind)
+        all_finite = all_finite and finite
+        maxima[t] = pattern
+        _load_row(maxima[t : t + 1], kind.code, value[:1])
+        factor = codes / max(value[0], _SMALLEST_MAX)
+        _load_row(bits[t], kind.code, value)
+        row = symbols[t]
+        for c in range(channels):
+            code = np.int32(rint(value[c] * factor))
+            sums[c] += code
+            row[c] = code + fmt.CENTRE
+    for c in range(channels):
+        param[c] = (2 * np.int64(sums[c]) + tokens) // (2 * tokens)
+    for t in range(tokens):
+        row = symbols[t]
+        for c in range(channels):
+            row[c] -= param[c]
+    if not all_finite:
+        _escape_non_finite(bits, kind, symbols)
+
+
+@_compiled
+def _lossless_symbols(bits, kind, symbols, param, used):
+    """used: set to the disjunction of each channel's bit patterns."""
+    tokens, channels = bits.shape
+    top_field = (1 << kind.exponent_bits) - 1
+    limit = top_field if kind.escapes_top else top_field + 1
+    count = np.zeros(channels, np.int32)
+    total = np.zeros(channels, np.int32)
+    negative = np.zeros(channels, np.int32)
+    used[:] = 0
+    sign_shift = kind.exponent_bits + kind.mantissa_bits
+    for t in range(tokens):
+        row = bits[t]
+        for c in range(channels):
+            x = np.int64(row[c])
+            exponent = (x >> kind.mantissa_bits) & top_field
+            counted = np.int64(exponent != 0 and exponent < limit)
+            count[c] += counted
+            total[c] += exponent * counted
+            negative[c] += (x >> sign_shift) * counted
+            used[c] |= row[c]
+    for c in range(channels):
+        n, top = np.int64(count[c]), np.int64(0)
+        if n:
+            top = (2 * np.int64(total[c]) + n) // (2 * n) + fmt.TOP_ABOVE_MEAN
+        param[c] = 2 * top + np.int64(2 * np.int64(negative[c]) > n)
+    for t in range(tokens):
+        row, target = bits[t], symbols[t]
+        for c in range(channels):
+            target[c] = lossless_symbol(
+                row[c], param[c], kind.exponent_bits, kind.mantissa_bits, limit
+            )
+
+
+@_compiled
+def _choose(symbols, tables, constant, raw_cost, index):
+    """Index of each channel; constant: bool [C], raw_cost: that of a channel as it is."""
+    tokens, channels = symbols.shape
+    histogram = np.empty((_TILE, 256), np.int32)
+    cost = np.empty(TABLES, np.int32)
+    for first in range(0, channels, _TILE):
+        width = min(_TILE, channels - first)
+        histogram[:width] = 0
+        for t in range(tokens):
+            row = symbols[t]
+            for i in range(width):
+                histogram[i, row[first + i]] += 1
+        for i in range(width):
+            c = first + i
+            if constant[c]:
+                index[c] = CONSTANT
+                continue
+            cost[:] = 0
+            for s in range(256):
+                n = histogram[i, s]
+                if n:
+                    line = tables.cost[s]
+                    for k in range(TABLES):
+                        cost[k] += n * line[k]
+            best = 0
+            for k in range(1, TABLES):
+                if cost[k] < cost[best]:
+                    best = k
+            index[c] = RAW_CHANNEL if np.int64(cost[best]) > raw_cost else best
+
+
+@_compiled
+def _collect_escapes(symbols, index, tables, positions):
+    """Turn symbols without a frequency into escapes; positions of all escapes, and their number."""
+    tokens, channels = symbols.shape
+    low = np.zeros(channels, np.uint8)
+    high = np.full(channels, 255, np.uint8)
+    for c in range(channels):
+        if index[c] < TABLES:
+            low[c] = tables.low[index[c]]
+            high[c] = tables.high[index[c]]
+    found = 0
+    for t in range(tokens):
+        row = symbols[t]
+        outside = 0
+        for c in range(channels):
+            outside |= np.int64(row[c] < low[c]) | np.int64(row[c] > high[c])
+        if outside:
+            for c in range(channels):
+                if row[c] < low[c] or row[c] > high[c]:
+                    row[c] = fmt.ESCAPE
+                    positions[found] = t * channels + c
+                    found += 1
+    return found
+
+
+@_compiled
+def _sort_channels(index, order):
+    """order: the channels by index, stably. Returns how many are coded, and constant."""
+    start = np.zeros(RAW_CHANNEL + 2, np.int64)
+    for c in range(len(index)):
+        start[index[c] + 1] += 1
+    for i in range(1, len(start)):
+        start[i] += start[i - 1]
+    coded, constant = start[CONSTANT], start[RAW_CHANNEL] - start[CONSTANT]
+    for c in range(len(index)):
+        order[start[index[c]]] = c
+        start[index[c]] += 1
+    return coded, constant
+
+
+@_compiled
+def _encode_segment(symbols, order, index, first, coded, tables, compress, state, words):
+    """Code positions first to first + SEGMENT; returns where in *words* the stream begins."""
+    tokens, channels = symbols.shape
+    flat = symbols.reshape(-1)
+    positions = min(SEGMENT, coded - first)
+    offset = np.empty(LANES, np.int32)
+    channel = np.empty(LANES, np.int32)
+    state[:] = fmt.STATE_LOW
+    at = len(words) - vec.WORD_SLACK
+    for block in range((positions + LANES - 1) // LANES - 1, -1, -1):
+        for lane in range(LANES):
+            p = block * LANES + lane
+            idle = p >= positions
+            channel[lane] = 0 if idle else order[first + p]
+            offset[lane] = 256 * (TABLES if idle else index[order[first + p]])
+        at = encode_block_vector(
+            state, words, at, tables.reciprocal, tables.entries, offset, compress, flat,
+            0, channel, channels, tokens,
+        )  # fmt: skip
+    return at
+
+
+@_compiled
+def _write_planes(bits, kind, left_out, order, coded, out, offsets):
+    """The mantissas as byte planes, without those of the mask *left_out*, and bit planes."""
+    tokens = bits.shape[0]
+    planes = kind.mantissa_bits // 8
+    rest_bits = kind.mantissa_bits % 8
+    at = offsets[6]
+    for k in range(planes):
+        if (left_out >> k) & 1 == 0:
+            for t in range(tokens):
+                row = bits[t]
+                line = out[at : at + coded]
+                for p in range(coded):
+                    line[p] = np.int64(row[order[p]]) >> (8 * k)
+                at += coded
+    out[at : offsets[7]] = 0
+    at = offsets[7]
+    rest = np.empty((8, coded), np.uint8)
+    for group in range(0, tokens, 8):
+        rows = min(8, tokens - group)
+        for j in range(rows):
+            row = bits[group + j]
+            line = rest[j]
+            for p in range(coded):
+                line[p] = np.int64(row[order[p]]) >> (8 * planes)
+        for b in range(rest_bits):
+            line = out[at : at + coded]
+            line[:] = 0
+            for j in range(rows):
+                source = rest[j]
+                for p in range(coded):
+                    line[p] = move_bit(line[p], source[p], b, j)
+            at += coded
+    out[at : offsets[8]] = 0
+
+
+@_compiled
+def _encode_stripe(bits, plan, kind, lossy, lossless, compress, scratch, out, start):
+    """Write the section of bits [T, C] to out[start:]; returns its end."""
+    tokens, channels = bits.shape
+    itemsize = kind.itemsize
+    symbols = scratch.symbols[: tokens * channels].reshape(tokens, channels)
+    param = np.empty(channels, np.int32)
+    constant = np.empty(channels, np.bool_)
+    maxima = np.empty(tokens, bits.dtype)
+    mode = np.int64(plan[0])
+    aux = np.int64(0)
+    step = np.float32(0)
+    plain_bits = 0
+    tables = lossy
+    if mode == UNIFORM:
+        aux = np.int64(plan[2])
+        step = _uniform_symbols(bits, kind, plan[1], aux, plan[3] != 0, symbols, param)
+        if step == 0:
+            mode = LOSSLESS
+    elif mode == TOKEN_MAX:
+        aux = np.int64(plan[4])
+        _token_max_symbols(bits, kind, aux, symbols, param, maxima)
+    if mode == LOSSLESS:
+        aux = np.int64(0)
+        tables = lossless
+        plain_bits = kind.mantissa_bits
+        used = np.empty(channels, bits.dtype)
+        _lossless_symbols(bits, kind, symbols, param, used)
+        for c in range(channels):
+            constant[c] = used[c] == 0
+    else:
+        differs = np.zeros(channels, np.uint8)
+        for t in range(tokens):
+            row = symbols[t]
+            for c in range(channels):
+                differs[c] |= row[c] ^ np.uint8(fmt.CENTRE)
+        for c in range(channels):
+            constant[c] = differs[c] == 0
+
+    index = np.empty(channels, np.uint8)
+    raw_cost = np.int64(tokens) * (8 * itemsize - plain_bits) * fmt.COST_UNIT
+    _choose(symbols, tables, constant, raw_cost, index)
+    escapes = _collect_escapes(symbols, index, tables, scratch.positions)
+    order = np.empty(channels, np.int64)
+    coded, constants = _sort_channels(index, order)
+    raw_channels = channels - coded - constants
+
+    param_base, found = np.int64(0), False
+    for c in range(channels):
+        if index[c] < TABLES or (index[c] == CONSTANT and mode != LOSSLESS):
+            param_base = min(param_base, np.int64(param[c])) if found else np.int64(param[c])
+            found = True
+    highest = np.int64(0)
+    index_low, index_high = np.int64(255), np.int64(0)
+    for c in range(channels):
+        if not (index[c] < TABLES or (index[c] == CONSTANT and mode != LOSSLESS)):
+            param[c] = param_base
+        highest = max(highest, param[c] - param_base)
+        index_low, index_high = min(index_low, index[c]), max(index_high, index[c])
+    index_width = _bit_length(index_high - index_low)
+    param_width = _bit_length(highest)
+
+    segments = (coded + SEGMENT - 1) // SEGMENT
+    counts = np.empty(segments, np.int64)
+    states = np.empty((segments, LANES), np.uint32)
+    total = 0
+    for i in range(segments):
+        at = _encode_segment(
+            symbols, order, index, i * SEGMENT, coded, tables, compress, states[i], scratch.words
+        )
+        counts[i] = len(scratch.words) - vec.WORD_SLACK - at
+        scratch.stream[total : total + counts[i]] = scratch.words[at : at + counts[i]]
+        total += counts[i]
+
+    byte_planes = bit_planes = 0
+    if mode == LOSSLESS:
+        bit_planes = kind.mantissa_bits % 8
+        for k in range(kind.mantissa_bits // 8):
+            any_bit = np.int64(0)
+            for c in range(channels):
+                if index[c] < TABLES:
+                    any_bit |= (np.int64(used[c]) >> (8 * k)) & 255
+            if any_bit:
+                byte_planes += 1
+            else:
+                aux |= 1 << k
+    offsets = _parts(
+        mode, index_width, param_width, tokens, channels, itemsize, coded, total, byte_planes,
+        bit_planes, raw_channels, escapes,
+    )  # fmt: skip
+    raw_end = fmt.HEADER_BYTES + (tokens * channels * itemsize + 3) // 4 * 4
+    if offsets[11] >= raw_end:
+        out[start : start + fmt.HEADER_BYTES] = 0
+        flat = bits.reshape(-1).view(np.uint8)
+        out[start + fmt.HEADER_BYTES : start + fmt.HEADER_BYTES + len(flat)] = flat
+        out[start + fmt.HEADER_BYTES + len(flat) : start + raw_end] = 0
+        return start + raw_end
+
+    section = out[start : start + offsets[11]]
+    section[0] = mode
+    section[1] = aux
+    section[2] = index_low
+    section[3] = index_width
+    section[4] = param_width
+    section[5] = 0
+    _write(section, 6, raw_channels, 2)
+    _write(section, 8, param_base, 4)
+    _write(section, 12, escapes, 4)
+    _write(section, 16, bits_of(step), 4)
+    _write_fixed(section, offsets[0], offsets[1], index, index_low, index_width)
+    _write_fixed(section, offsets[1], offsets[2], param, param_base, param_width)
+    at = offsets[2]
+    if mode == TOKEN_MAX:
+        for t in range(tokens):
+            _write(section, at, maxima[t], itemsize)
+            at += itemsize
+    section[at : offsets[3]] = 0
+    for i in range(segments):
+        _write(section, offsets[3] + 4 * i, counts[i], 4)
+        for lane in range(LANES):
+            _write(section, offsets[4] + 4 * (LANES * i + lane), states[i, lane], 4)
+    section[offsets[5] : offsets[5] + 2 * total] = scratch.stream[:total].view(np.uint8)
+    section[offsets[5] + 2 * total : offsets[6]] = 0
+    if mode == LOSSLESS:
+        _write_planes(bits, kind, aux, order, coded, section, offsets)
+    at = offsets[8]
+    for i in range(channels - raw_channels, channels):
+        for t in range(tokens):
+            _write(section, at, bits[t, order[i]], itemsize)
+            at += itemsize
+    section[at : offsets[9]] = 0
+    flat_bits = bits.reshape(-1)
+    for i in range(escapes):
+        position = np.int64(scratch.positions[i])
+        _write(section, offsets[9] + 4 * i, position, 4)
+        _write(section, offsets[10] + itemsize * i, flat_bits[position], itemsize)
+    section[offsets[10] + itemsize * escapes :] = 0
+    return start + offsets[11]
+
+
+@_compiled
+def _encode_stripes(bits, plan, kind, lossy, lossless, compress, scratch, out, ends):
+    end = 0
+    for i in range(len(bits)):
+        end = _encode_stripe(bits[i], plan[i], kind, lossy, lossless, compress, scratch, out, end)
+        ends[i] = end
+
+
+@_compiled
+def _decode_segment(
+    data, count_at, states_at, source, segment, coded, order, index, tables, spread, scratch,
+    stride, tokens,
+):  # fmt: skip
+    """Decode the symbols of a segment, whose words begin at *source*. Returns words, or -error."""
+    count = _read(data, count_at, 4)
+    scratch.words[:count] = data[source : source + 2 * count].view(np.uint16)
+    scratch.words[count : count + vec.WORD_SLACK] = 0
+    state = np.empty(LANES, np.uint32)
+    for lane in range(LANES):
+        value = _read(data, states_at + 4 * lane, 4)
+        if value < fmt.STATE_LOW or value >= 1 << 31:
+            return -5
+        state[lane] = value
+    offset = np.empty(LANES, np.int32)
+    first = segment * SEGMENT
+    last = min(first + SEGMENT, coded)
+    at = 0
+    for start in range(first, last, LANES):
+        for lane in range(LANES):
+            table = index[order[start + lane]] if start + lane < last else np.uint8(TABLES)
+            offset[lane] = fmt.PROB_SCALE * np.int64(table)
+        at = decode_block_vector(
+            state, scratch.words, at, count, tables.decode, offset, spread, scratch.symbols,
+            start, stride, tokens,
+        )  # fmt: skip
+    if at != count:
+        return -6
+    for lane in range(LANES):
+        if state[lane] != fmt.STATE_LOW:
+            return -6
+    return count
+
+
+@_compiled
+def _decode_stripe(data, bits, kind, lossy, lossless, spread, scratch):
+    """Decode one section to bits [T, C]. Returns 0 or an error."""
+    tokens, channels = bits.shape
+    itemsize = kind.itemsize
+    mode, aux = np.int64(data[0]), np.int64(data[1])
+    size = len(data)
+    if mode == RAW:
+        flat = bits.reshape(-1).view(np.uint8)
+        if size != fmt.HEADER_BYTES + (len(flat) + 3) // 4 * 4:
+            return 2
+        flat[:] = data[fmt.HEADER_BYTES : fmt.HEADER_BYTES + len(flat)]
+        return 0
+    index_base, index_width, param_width = np.int64(data[2]), np.int64(data[3]), np.int64(data[4])
+    raw_channels = _read(data, 6, 2)
+    param_base = np.int64(np.int32(_read(data, 8, 4)))
+    exceptions = _read(data, 12, 4)
+    step = float_of(np.uint32(_read(data, 16, 4)))
+    byte_planes = kind.mantissa_bits // 8
+    if not _header_in_range(
+        mode, aux, index_width, param_width, np.int64(data[5]), param_base, step, byte_planes
+    ):
+        return 1
+    kept_planes = bit_planes = 0
+    tables = lossy
+    if mode == LOSSLESS:
+        tables = lossless
+        bit_planes = kind.mantissa_bits % 8
+        for k in range(byte_planes):
+            kept_planes += 1 - ((aux >> k) & 1)
+    offsets = _parts(
+        mode, index_width, param_width, tokens, channels, itemsize, 0, 0, kept_planes, bit_planes,
+        raw_channels, exceptions,
+    )  # fmt: skip
+    if offsets[11] > size:
+        return 2
+    index = np.empty(channels, np.uint8)
+    param = np.empty(channels, np.int32)
+    _read_fixed(data, offsets[0], index, index_base, index_width)
+    _read_fixed(data, offsets[1], param, param_base, param_width)
+    # The largest sum fits a byte, so nothing has wrapped around.
+    for c in range(channels):
+        if index[c] > RAW_CHANNEL:
+            return 3
+    order = np.empty(channels, np.int64)
+    coded, constants = _sort_channels(index, order)
+    if channels - coded - constants != raw_channels:
+        return 4
+    offsets = _parts(
+        mode, index_width, param_width, tokens, channels, itemsize, coded, 0, kept_planes,
+        bit_planes, raw_channels, exceptions,
+    )  # fmt: skip
+    if offsets[11] > size:
+        return 2
+    segments = (coded + SEGMENT - 1) // SEGMENT
+    words = np.int64(0)
+    for i in range(segments):
+        count = _read(data, offsets[3] + 4 * i, 4)
+        if count > tokens * SEGMENT:
+            return 6
+        words += count
+    offsets = _parts(
+        mode, index_width, param_width, tokens, channels, itemsize, coded, words, kept_planes,
+        bit_planes, raw_channels, exceptions,
+    )  # fmt: skip
+    if offsets[11] != size:
+        return 2
+    last = np.int64(-1)
+    for i in range(exceptions):
+        position = _read(data, offsets[9] + 4 * i, 4)
+        if position <= last or position >= tokens * channels:
+            return 7
+        last = position
+
+    stride = (channels + LANES - 1) // LANES * LANES
+    symbols = scratch.symbols[: tokens * stride].reshape(tokens, stride)
+    source = offsets[5]
+    for i in range(segments):
+        count = _decode_segment(
+            data, offsets[3] + 4 * i, offsets[4] + 4 * LANES * i, source, i, coded, order, index,
+            tables, spread, scratch, stride, tokens,
+        )  # fmt: skip
+        if count < 0:
+            return -count
+        source += 2 * count
+    placed = coded + constants
+    symbols[:, coded:placed] = tables.constant
+
+    slot = np.empty(channels, np.int32)
+    for p in range(channels):
+        slot[order[p]] = p
+    if mode == LOSSLESS:
+        _restore_lossless(
+            data, offsets, aux, kind, symbols, param, order, slot, coded, constants, bits
+        )
+    else:
+        _restore_values(
+            data, offsets, mode, aux, step, kind, symbols, param, index, order, slot, placed,
+            tables.shrink, bits,
+        )  # fmt: skip
+    at = offsets[8]
+    for i in range(placed, channels):
+        for t in range(tokens):
+            bits[t, order[i]] = _read(data, at, itemsize)
+            at += itemsize
+    flat_bits = bits.reshape(-1)
+    for i in range(exceptions):
+        position = _read(data, offsets[9] + 4 * i, 4)
+        flat_bits[position] = _read(data, offsets[10] + itemsize * i, itemsize)
+    return 0
+
+
+@_compiled
+def _restore_values(
+    data, offsets, mode, aux, step, kind, symbols, param, index, order, slot, placed, shrink, bits
+):
+    tokens, channels = bits.shape
+    centre = np.zeros(channels, np.float32)
+    inward = np.zeros(channels, np.float32)
+    fine = np.float32(2.0 ** -np.float64(aux))
+    for p in range(placed):
+        c = order[p]
+        centre[p] = np.float32(param[c]) * fine if mode == UNIFORM else np.float32(param[c])
+        inward[p] = shrink[index[c]]
+    value = np.zeros(channels, np.float32)
+    placed_bits = np.zeros(channels, bits.dtype)
+    middle, one = np.float32(fmt.CENTRE), np.float32(1)
+    codes = np.float32(aux)
+    maximum = np.empty(1, bits.dtype)
+    scale = np.empty(1, np.float32)
+    for t in range(tokens):
+        row = symbols[t]
+        if mode == UNIFORM:
+            for p in range(placed):
+                e = np.float32(row[p]) - middle
+                sign = one if e > one else e
+                sign = -one if sign < -one else sign
+                value[p] = ((e - sign * inward[p]) + centre[p]) * step
+        else:
+            maximum[0] = _read(data, offsets[2] + t * kind.itemsize, kind.itemsize)
+            _load_row(maximum, kind.code, scale)
+            for p in range(placed):
+                code = (np.float32(row[p]) - middle) + centre[p]
+                value[p] = code / codes * scale[0]
+        _store_row(value, placed, kind, placed_bits)
+        target = bits[t]
+        for c in range(channels):
+            target[c] = placed_bits[slot[c]]
+
+
+@_compiled
+def _restore_lossless(
+    data, offsets, left_out, kind, symbols, param, order, slot, coded, constants, bits
+):
+    tokens, channels = bits.shape
+    planes = kind.mantissa_bits // 8
+    rest_bits = kind.mantissa_bits % 8
+    settings = np.zeros(channels, np.int32)
+    for p in range(coded):
+        settings[p] = param[order[p]]
+    rest = np.empty((8, coded), np.uint8)
+    mantissa = np.zeros(channels, np.uint32)
+    placed_bits = np.zeros(channels, bits.dtype)
+    for t in range(tokens):
+        if t % 8 == 0:
+            rest[:] = 0
+            at = offsets[7] + t // 8 * rest_bits * coded
+            for b in range(rest_bits):
+                source = data[at + b * coded : at + (b + 1) * coded]
+                for j in range(8):
+                    line = rest[j]
+                    for p in range(coded):
+                        line[p] = move_bit(line[p], source[p], j, b)
+        line = rest[t % 8]
+        for p in range(coded):
+            mantissa[p] = np.uint32(line[p]) << (8 * planes)
+        at = offsets[6] + t * coded
+        for k in range(planes):
+            if (left_out >> k) & 1 == 0:
+                source = data[at : at + coded]
+                for p in range(coded):
+                    mantissa[p] |= np.uint32(source[p]) << (8 * k)
+                at += tokens * coded
+        row = symbols[t]
+        for p in range(coded + constants):
+            placed_bits[p] = lossless_bits(
+                row[p], settings[p], mantissa[p], kind.exponent_bits, kind.mantissa_bits
+            )
+        target = bits[t]
+        for c in range(channels):
+            target[c] = placed_bits[slot[c]]
+
+
+@_compiled
+def _decode_stripes(addresses, lengths, bits, kind, lossy, lossless, spread, scratch):
+    """Returns 0, or 16 * stripe + error."""
+    for i in range(len(bits)):
+        data = numba.carray(array_at(addresses[i]), (lengths[i],), np.uint8)
+        error = _decode_stripe(data, bits[i], kind, lossy, lossless, spread, scratch)
+        if error:
+            return 16 * i + error
+    return 0
