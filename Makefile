@@ -1,6 +1,6 @@
 # Every target first makes the environment it runs in (scripts/bootstrap.py), once.
 #   DEVICE=cuda      plain vLLM for a machine with an NVIDIA GPU, instead of the CPU engine
-#   PYTHON=python3.11 the Python that .venv is made with, where the right one is not found
+#   PYTHON=...       the Python 3.11 that .venv is made with, where it is not found
 #   ARGS="..."       more arguments for what the target runs
 
 DEVICE ?= cpu
@@ -8,8 +8,9 @@ ARGS ?=
 export PYTHON
 
 RUN := .venv/bin/python
-LAUNCHER = $(or $(PYTHON),$(shell for p in python3.11 python3.12 python3 python; do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 6))' 2>/dev/null && echo $$p && break; done))
+# Any Python will do to start with: bootstrap.py finds the right one.
+LAUNCHER = $(shell for p in $(RUN) $(PYTHON) python3.11 python3.12 python3 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 6))' >/dev/null 2>&1 && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all bench lint format clean
@@ -18,10 +19,11 @@ help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: ## the environment in .venv and the test model in .cache
-	@if [ -z "$(LAUNCHER)" ]; then \
-		echo "setup: error: needs Python 3.11, and found no Python; install it or name it with PYTHON=" >&2; \
-		exit 1; fi
-	@$(LAUNCHER) scripts/bootstrap.py --device $(DEVICE)
+	@launcher="$(LAUNCHER)"; \
+	if [ -z "$$launcher" ]; then \
+		echo "setup: error: needs Python 3.11, and found none; install it or name it with PYTHON=" >&2; exit 1; \
+	fi; \
+	"$$launcher" scripts/bootstrap.py --device "$(DEVICE)"
 
 demo: setup ## a real server that stores its KV cache compressed, restarts, and restores it
 	@$(RUN) examples/demo.py $(ARGS)

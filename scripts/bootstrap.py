@@ -83,6 +83,10 @@ def write_stamp(*digests):
     os.replace(STAMP + ".new", STAMP)
 
 
+def dotted(version):
+    return ".".join(map(str, version))
+
+
 def version_of(python):
     """(major, minor) of an interpreter, or None where it does not run."""
     try:
@@ -97,38 +101,37 @@ def version_of(python):
 
 def find_python():
     """An interpreter that the requirements are made for: PYTHON if given, else the best found."""
-    wanted = " or ".join("%d.%d" % version for version in SUPPORTED)
+    wanted = " or ".join(map(dotted, SUPPORTED))
     given = os.environ.get("PYTHON")
     if given:
         version = version_of(given)
         if version is None:
-            raise SetupError("PYTHON=%s does not run; name a Python %s" % (given, wanted))
+            raise SetupError(f"PYTHON={given} does not run; name a Python {wanted}")
         if version not in SUPPORTED:
-            raise SetupError(
-                "PYTHON=%s is Python %d.%d; name a Python %s" % ((given, *version, wanted))
-            )
+            raise SetupError(f"PYTHON={given} is Python {dotted(version)}; name a Python {wanted}")
         return given
     for version in SUPPORTED:
-        for candidate in (sys.executable, "python%d.%d" % version):
+        # Behind a virtual environment's link stands the interpreter it was made with.
+        for candidate in (os.path.realpath(sys.executable), "python" + dotted(version)):
             if version_of(candidate) == version:
                 return candidate
     raise SetupError(
-        "needs Python %s, and found only %d.%d (%s); install one, or name it with PYTHON=/path/to/"
-        "python3.11" % ((wanted, *sys.version_info[:2], sys.executable))
+        f"needs Python {wanted}, and found only {dotted(sys.version_info[:2])} ({sys.executable});"
+        " install one, or name it with PYTHON=/path/to/python3.11"
     )
 
 
 def check_platform(device):
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "AMD64"):
         raise SetupError(
-            "the requirements are for Linux on x86-64; this is %s on %s"
-            % (platform.system(), platform.machine())
+            "the requirements are for Linux on x86-64; this is"
+            f" {platform.system()} on {platform.machine()}"
         )
     free = shutil.disk_usage(ROOT).free
     if free < NEEDED_BYTES[device]:
         raise SetupError(
-            "the environment needs %.0f GiB of disk, and %s has %.1f GiB free"
-            % (NEEDED_BYTES[device] / 2**30, ROOT, free / 2**30)
+            f"the environment needs {NEEDED_BYTES[device] >> 30} GiB of disk,"
+            f" and {ROOT} has {free / 2**30:.1f} GiB free"
         )
 
 
@@ -160,8 +163,10 @@ def explain(text):
     for pattern, meaning in FAILURES:
         if re.search(pattern, text):
             return meaning
-    errors = re.findall(r"^ERROR: (.+)$", text, re.MULTILINE)
-    return errors[-1].strip() if errors else "pip failed"
+    errors = re.findall(r"^ *(?:ERROR|error): (.+)$", text, re.MULTILINE)
+    # What pip says of a build that failed is less than what the build said.
+    told = [line for line in errors if "subprocess-exited-with-error" not in line]
+    return (told or errors or ["it failed"])[0].strip()
 
 
 def run_logged(command, name, what):
@@ -181,7 +186,7 @@ def run_logged(command, name, what):
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd=ROOT
             )
         except OSError as error:
-            raise SetupError("cannot run %s: %s" % (command[0], error)) from error
+            raise SetupError(f"cannot run {command[0]}: {error}") from error
         while True:
             try:
                 process.wait(timeout=0.2)
@@ -189,7 +194,7 @@ def run_logged(command, name, what):
             except subprocess.TimeoutExpired:
                 if time.monotonic() - reported >= REPORT_SECONDS:
                     reported = time.monotonic()
-                    say("%s ... %.0f s" % (what, reported - started))
+                    say(f"{what} ... {reported - started:.0f} s")
             except BaseException:
                 process.terminate()
                 process.wait()
@@ -197,7 +202,7 @@ def run_logged(command, name, what):
     if process.returncode:
         text = read(path).decode(errors="replace")
         shown = os.path.relpath(path, ROOT)
-        raise SetupError("%s: %s (log: %s)" % (what, explain(text), shown))
+        raise SetupError(f"{what}: {explain(text)} (log: {shown})")
 
 
 def pip(arguments, name, what):
@@ -211,13 +216,13 @@ def make_venv(python):
     with open(MARKER, "w"):
         pass
     try:
-        run_logged([python, "-m", "venv", VENV], "venv", "making .venv with %s" % python)
+        run_logged([python, "-m", "venv", VENV], "venv", f"making .venv with {python}")
     except SetupError as error:
         text = read(os.path.join(LOGS, "venv.log")).decode(errors="replace")
         if re.search(r"ensurepip|No module named '?venv", text):
             raise SetupError(
-                "%s has no venv module: install it (on Debian the package python3-venv, or"
-                " python3.11-venv) or name another Python with PYTHON=" % python
+                f"{python} has no venv module: install it (on Debian the package python3-venv, or"
+                " python3.11-venv) or name another Python with PYTHON="
             ) from error
         raise
 
@@ -257,16 +262,16 @@ def faults(device):
     except OSError:
         return ["nothing is installed"]
     lines = [
-        "%s %s is missing" % (name, version)
+        f"{name} {version} is missing"
         if name not in found
-        else "%s is %s instead of %s" % (name, found[name], version)
+        else f"{name} is {found[name]} instead of {version}"
         for name, version in pinned(device).items()
         if found.get(name) != version
     ]
     if "vllm" not in found:
         lines.append("the metadata of vllm is missing")
     if device == "cpu":
-        lines += ["%s must not be there" % name for name in FORBIDDEN if name in found]
+        lines += [f"{name} must not be there" for name in FORBIDDEN if name in found]
     return lines
 
 
@@ -275,7 +280,7 @@ def install_requirements(device):
     shown = os.path.relpath(file, ROOT)
     if device == "cpu":
         arguments = ["install", "--no-deps", "-r", file]
-        what = "installing %d packages of %s" % (len(pinned(device)), shown)
+        what = f"installing {len(pinned(device))} packages of {shown}"
         pip(arguments, "install", what + " (about 3.5 GB)")
         present = [name for name in FORBIDDEN if name in installed()]
         if present:
@@ -314,8 +319,8 @@ def set_up_environment(device):
         lines = faults(device)
         if lines:
             raise SetupError(
-                ".venv is there, was not made by this set-up, and does not fit (%s): move it away"
-                " or `make clean`" % "; ".join(lines[:2])
+                ".venv is there, was not made by this set-up, and does not fit"
+                f" ({'; '.join(lines[:2])}): move it away or `make clean`"
             )
     elif stamp is None or stamp[0] != wanted[0] or not os.path.exists(venv_python()):
         python = find_python()
@@ -370,7 +375,7 @@ def main(argv=None):
             command = [find_python(), os.path.abspath(__file__), *sys.argv[1:]]
             os.execvp(command[0], command)
         if arguments.device not in REQUIREMENTS:
-            raise SetupError("DEVICE=%s: choose cpu or cuda" % arguments.device)
+            raise SetupError(f"DEVICE={arguments.device}: choose cpu or cuda")
         if is_ready(arguments.device, not arguments.no_model):
             return 0
 
@@ -381,13 +386,13 @@ def main(argv=None):
 
         locked(action)
     except SetupError as error:
-        say("error: %s" % error)
+        say(f"error: {error}")
         return 1
     except KeyboardInterrupt:
         say("interrupted; run it again to go on")
         return 130
     except OSError as error:
-        say("error: %s" % error)
+        say(f"error: {error}")
         return 1
     return 0
 

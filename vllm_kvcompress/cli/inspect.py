@@ -1,0 +1,167 @@
+"""What a blob says about itself, or what a disk store holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The path, of either kind."""
+    parser.add_argument(
+        "path",
+        metavar="BLOB|STORE_DIR",
+        type=Path,
+        help="the file of a blob, or the directory of a disk store, every blob of which is read"
+        " and checked",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the description of the path. Nothing is written to the store."""
+    path: Path = arguments.path
+    found = inspect_store(path) if path.is_dir() else inspect_blob(path.read_bytes())
+    if arguments.json:
+        print(json.dumps(found))
+    elif path.is_dir():
+        print_store(found)
+    else:
+        for name, value in found.items():
+            print(f"{name:18} {value}")
+    return 0
+
+
+def inspect_blob(blob: bytes) -> dict[str, Any]:
+    """The header of a blob with its size, ratio and bits a value.
+
+    Raises a subclass of ``BlobError`` that says why the bytes are not a blob.
+    """
+    from vllm_kvcompress.codecs import codec_names, container, create_codec
+
+    header, sections = container.unpack(blob)
+    if header.codec in codec_names():
+        found = create_codec(header.codec).inspect(blob)
+    else:
+        found = container.describe(header, sections)
+    return {
+        **found,
+        "blob_bytes": len(blob),
+        "ratio": round(header.decoded_bytes / len(blob), 3),
+        "bits_per_value": round(8 * len(blob) / math.prod(header.shape), 3),
+    }
+
+
+def inspect_store(root: Path) -> dict[str, Any]:
+    """Size and content of a disk store, its blobs grouped by codec, level, dtype and shape.
+
+    Raises ValueError if the directory is not a disk store.
+    """
+    from vllm_kvcompress.codecs import BlobError, container
+    from vllm_kvcompress.stores import disk
+
+    marker = root / disk.MARKER
+    namespaces = sorted(path.parent.name for path in root.glob(f"ns-*/{disk.MARKER}"))
+    if not marker.is_file() and not namespaces:
+        raise ValueError(f"{root} is not a disk store: it has no {disk.MARKER}")
+    groups: Counter[tuple[Any, ...]] = Counter()
+    blob_bytes: Counter[tuple[Any, ...]] = Counter()
+    damaged: list[dict[str, str]] = []
+    for path in blob_files(root):
+        try:
+            blob = path.read_bytes()
+            header, _ = container.unpack(blob)
+        except FileNotFoundError:
+            # Evicted by a server that uses the store.
+            continue
+        except BlobError as error:
+            damaged.append({"path": str(path), "error": type(error).__name__, "detail": str(error)})
+            continue
+        dtype = str(header.dtype).removeprefix("torch.")
+        key = (header.codec, header.level, dtype, header.shape)
+        groups[key] += 1
+        blob_bytes[key] += len(blob)
+    rows = []
+    for key, count in groups.most_common():
+        codec, level, dtype, shape = key
+        values = count * math.prod(shape)
+        raw = values * container_itemsize(dtype)
+        rows.append(
+            {
+                "codec": codec,
+                "level": level,
+                "dtype": dtype,
+                "shape": list(shape),
+                "blobs": count,
+                "decoded_bytes": raw,
+                "blob_bytes": blob_bytes[key],
+                "ratio": round(raw / blob_bytes[key], 3),
+                "bits_per_value": round(8 * blob_bytes[key] / values, 3),
+            }
+        )
+    return {
+        "path": str(root),
+        "namespaces": [name.removeprefix("ns-") for name in namespaces],
+        "blobs": sum(groups.values()),
+        "decoded_bytes": sum(row["decoded_bytes"] for row in rows),
+        "blob_bytes": sum(blob_bytes.values()),
+        "groups": rows,
+        "damaged": damaged,
+    }
+
+
+def container_itemsize(dtype: str) -> int:
+    """Bytes of one value of a dtype by its name in torch."""
+    import torch
+
+    return getattr(torch, dtype).itemsize
+
+
+def blob_files(root: Path) -> Iterator[Path]:
+    """The files of a store's blobs, those of its namespaces too, in the order of their names."""
+    for folder, folders, files in os.walk(root):
+        folders.sort()
+        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".kv"))
+
+
+def print_store(found: dict[str, Any]) -> None:
+    held, raw = found["blob_bytes"], found["decoded_bytes"]
+    ratio = f", ratio {raw / held:.2f}" if held else ""
+    print(f"{found['path']}: {found['blobs']} blobs, {size(held)} for {size(raw)}{ratio}")
+    if found["namespaces"]:
+        print("namespaces: " + ", ".join(found["namespaces"]))
+    if found["groups"]:
+        print()
+        form = "{:>6}  {:10} {:9} {:14} {:>10} {:>10} {:>6} {:>5}  {}"
+        print(
+            form.format(
+                *("blobs", "codec", "level", "dtype", "decoded", "stored", "ratio", "bits"),
+                "layers x K|V x tokens x heads x head size",
+            )
+        )
+        for row in found["groups"]:
+            print(
+                form.format(
+                    *(row["blobs"], row["codec"], row["level"] or "-", row["dtype"]),
+                    *(size(row["decoded_bytes"]), size(row["blob_bytes"])),
+                    *(f"{row['ratio']:.2f}", f"{row['bits_per_value']:.2f}"),
+                    " x ".join(map(str, row["shape"])),
+                )
+            )
+    for blob in found["damaged"]:
+        print(f"damaged: {blob['path']}: {blob['error']}: {blob['detail']}")
+
+
+def size(count: int) -> str:
+    """Bytes for a person, in powers of 1024."""
+    amount = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024 or unit == "GiB":
+            break
+        amount /= 1024
+    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
