@@ -153,6 +153,7 @@ class ChunkManager(OffloadingManager):
             old = fingerprint.namespace(self._fingerprint, self.epoch)
             for store in self._shared_stores:
                 try:
+                    store.refresh()
                     held = store.keys()
                     store.remove([key for key in held if key.startswith(old)])
                 except StoreError as error:

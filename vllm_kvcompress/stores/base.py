@@ -105,6 +105,9 @@ class Store(ABC):
         """Counters and sizes; does no I/O."""
 
     @abstractmethod
+    def refresh(self) -> None:
+        """Learn what other processes have stored and removed. May raise StoreError."""
+
     def close(self) -> None:
         """Release what the store holds open. What is shared stays."""
 
