@@ -230,12 +230,13 @@ def make_mutant(number, pools):
     while True:
         blob = mutant = chance.choice(blobs)
         for _ in range(chance.choice((1, 1, 1, 2, 4))):
-            if mutant:
-                mutant = bytes(
-                    apply(chance, mutant, chance.choice(chance.choice((blobs, strangers))))
-                    if (apply := chance.choice(MUTATIONS)) is not change_sections or mutant == blob
-                    else mutant
-                )
+            apply = chance.choice(MUTATIONS)
+            # This one needs a sound blob, the others a header to damage.
+            if apply is change_sections:
+                mutant = blob
+            if len(mutant) > container.HEADER_BYTES:
+                other = chance.choice(chance.choice((blobs, strangers)))
+                mutant = bytes(apply(chance, mutant, other))
         resealed = chance.random() < 0.7
         if resealed:
             mutant = reseal(mutant, fix_length=chance.random() < 0.9)
