@@ -98,17 +98,16 @@ class KVCompressSpec(OffloadingSpec):
 
     def find_layouts(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Find each group's element order. Raises ValueError where there is none."""
-        for group in self.groups:
-            name = group.layer_names[0]
-            self.layouts.append(
-                find_layout(
-                    group,
-                    compat.attention_layer(self.vllm_config, name),
-                    kv_caches[name],
-                    self.kv_cache_config.num_blocks,
-                    self.vllm_config.cache_config.cache_dtype,
-                )
+        self.layouts = [
+            find_layout(
+                group,
+                compat.attention_layer(self.vllm_config, group.layer_names[0]),
+                kv_caches[group.layer_names[0]],
+                self.kv_cache_config.num_blocks,
+                self.vllm_config.cache_config.cache_dtype,
             )
+            for group in self.groups
+        ]
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> ChunkWorker:
         groups = []

@@ -104,7 +104,6 @@ class Store(ABC):
     def stats(self) -> StoreStats:
         """Counters and sizes; does no I/O."""
 
-    @abstractmethod
     def refresh(self) -> None:
         """Learn what other processes have stored and removed. May raise StoreError."""
 
