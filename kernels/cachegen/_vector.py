@@ -66,9 +66,7 @@ def _float_unary(name):
     return operation
 
 
-floor = _float_unary("llvm.floor")
 rint = _float_unary("llvm.rint")
-fabs = _float_unary("llvm.fabs")
 
 
 @intrinsic
@@ -136,6 +134,57 @@ def _as_i32(builder, value, kind):
     if kind.bitwidth < 32:
         return (builder.sext if kind.signed else builder.zext)(value, _I32)
     return value
+
+
+@intrinsic
+def uniform_symbol(typingctx, fine, base, nearest):
+    """The UNIFORM symbol of a value in units of step / 2^CODE_BITS, not rounded, as uint8.
+
+    nearest: what is added before the code is cut off, half a step less the dead zone.
+    """
+
+    def codegen(context, builder, signature, args):
+        b = builder
+        fine, base, nearest = args
+        limit = float(fmt.MAX_FIXED)
+        for bound, past in ((limit, ">"), (-limit, "<")):
+            bound = ir.Constant(_F32, bound)
+            fine = b.select(b.fcmp_ordered(past, fine, bound), bound, fine)
+        rounded = b.call(b.module.declare_intrinsic("llvm.rint", [_F32]), [fine])
+        d = b.sub(b.fptosi(rounded, _I32), base)
+        negative = b.icmp_signed("<", d, _I32(0))
+        size = b.select(negative, b.sub(_I32(0), d), d)
+        n = b.ashr(b.add(size, nearest), _I32(fmt.CODE_BITS))
+        # Beyond MAX_CODE the sum below is 0 or 256 and its low byte ESCAPE.
+        n = b.select(b.icmp_signed(">", n, _I32(fmt.MAX_CODE)), _I32(fmt.MAX_CODE + 1), n)
+        e = b.select(negative, b.sub(_I32(0), n), n)
+        return b.trunc(b.add(e, _I32(fmt.CENTRE)), _I8)
+
+    return types.uint8(types.float32, types.int32, types.int32), codegen
+
+
+@intrinsic
+def uniform_value(typingctx, symbol, base):
+    """float32(2^CODE_BITS * e + base) of a UNIFORM symbol."""
+
+    def codegen(context, builder, signature, args):
+        symbol, base = args
+        e = builder.sub(builder.zext(symbol, _I32), _I32(fmt.CENTRE))
+        return builder.sitofp(builder.add(builder.shl(e, _I32(fmt.CODE_BITS)), base), _F32)
+
+    return types.float32(types.uint8, types.int32), codegen
+
+
+@intrinsic
+def token_max_code(typingctx, symbol, param):
+    """float32(e + parameter) of a TOKEN_MAX symbol."""
+
+    def codegen(context, builder, signature, args):
+        symbol, param = args
+        e = builder.sub(builder.zext(symbol, _I32), _I32(fmt.CENTRE))
+        return builder.sitofp(builder.add(e, param), _F32)
+
+    return types.float32(types.uint8, types.int32), codegen
 
 
 @intrinsic

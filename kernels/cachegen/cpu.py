@@ -1,4 +1,4 @@
-"""Encode and decode of cachegen sections with numba, on one thread and without the interpreter lock.
+"""Encode and decode of cachegen sections with numba: one thread, without the interpreter lock.
 
 Writes and reads the bytes that ``reference.py`` does; what each step means stands in ``format.py``.
 """
@@ -23,14 +23,15 @@ from ._vector import (
     bits_of,
     decode_block_vector,
     encode_block_vector,
-    fabs,
     float16_of,
     float_of,
-    floor,
     lossless_bits,
     lossless_symbol,
     move_bit,
     rint,
+    token_max_code,
+    uniform_symbol,
+    uniform_value,
 )
 from .format import SectionError
 
@@ -38,16 +39,17 @@ _compiled = njit(nogil=True, cache=True, error_model="numpy", no_cfunc_wrapper=T
 _parts = _compiled(fmt.parts)
 _header_in_range = _compiled(fmt.header_in_range)
 
-Tables = namedtuple("Tables", "decode reciprocal entries cost low high shrink constant")
+Tables = namedtuple("Tables", "decode reciprocal entries cost low high constant")
 Kind = namedtuple("Kind", "code itemsize exponent_bits mantissa_bits escapes_top max_finite")
 Scratch = namedtuple("Scratch", "symbols words stream positions")
 
 _TORCH_BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 _BF16, _FP16, _FP32 = (fmt.DTYPES[n].code for n in ("bfloat16", "float16", "float32"))
 _FLOAT16_SCALE = np.float32(2.0**112)
-_ROUND = np.float32(0.5 - fmt.DEAD_ZONE)
 _SMALLEST_MAX = np.float32(fmt.SMALLEST_MAX)
-_SQUARE_ROWS = 128
+_MAX_FIXED = np.float32(fmt.MAX_FIXED)
+# Sums of 2^26 each fit 32 bits over so many rows.
+_FLUSH_ROWS = 32
 _TILE = 64
 _ERRORS = {
     1: "a field of the section header is out of range",
@@ -57,6 +59,7 @@ _ERRORS = {
     5: "a lane's state is out of range",
     6: "a segment's words do not match its symbols",
     7: "the positions of the exceptions are out of range or order",
+    8: "rotary means without rotary frequencies",
 }
 
 
@@ -95,7 +98,7 @@ def _tables(mode: int, itemsize: int) -> Tables:
     bank = fmt.bank(mode)
     return Tables(
         decode_tables(bank), *encode_tables(bank), fmt.costs(mode, itemsize).copy(),
-        bank.low.copy(), bank.high.copy(), bank.shrink.copy(), bank.constant,
+        bank.low.copy(), bank.high.copy(), bank.constant,
     )  # fmt: skip
 
 
@@ -119,28 +122,35 @@ def _scratch(tokens: int, channels: int) -> Scratch:
     )
 
 
-def encode(kv: torch.Tensor, quantisers: Sequence[fmt.Quantiser]) -> list[memoryview]:
-    """Sections of ``kv[stripes, tokens, channels]``, contiguous on the CPU; one quantiser a stripe."""
+def encode(
+    kv: torch.Tensor, quantisers: Sequence[fmt.Quantiser], turns: np.ndarray | None = None
+) -> list[memoryview]:
+    """Sections of ``kv[stripes, tokens, channels]``, contiguous on the CPU; a quantiser a stripe.
+
+    turns: rotary frequencies uint32 [D / 2] of heads of D channels, or None.
+    """
     stripes, tokens, channels = kv.shape
     kind = _kind(kv)
     room = fmt.raw_section_bytes(tokens, channels, kind.itemsize)
     out = np.empty(stripes * room, np.uint8)
     ends = np.empty(stripes, np.int64)
     plan = np.array(
-        [(q.mode, q.alpha, q.fraction_bits, q.centred, q.max_code) for q in quantisers], np.float64
+        [(q.mode, q.alpha, q.dead_zone, q.rotary, q.max_code) for q in quantisers], np.float64
     )
     _encode_stripes(
         _as_bits(kv), plan, kind, _tables(UNIFORM, kind.itemsize), _tables(LOSSLESS, kind.itemsize),
-        vec.COMPRESS, _scratch(tokens, channels), out, ends,
+        vec.COMPRESS, _scratch(tokens, channels), *_cos_sin(turns, tokens), out, ends,
     )  # fmt: skip
     view = memoryview(out)
     return [view[a:b] for a, b in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)]
 
 
-def decode(sections: Sequence[memoryview | bytes], out: torch.Tensor) -> None:
+def decode(
+    sections: Sequence[memoryview | bytes], out: torch.Tensor, turns: np.ndarray | None = None
+) -> None:
     """Decode one section a stripe into ``out[stripes, tokens, channels]``, contiguous on the CPU.
 
-    Raises SectionError for inconsistent sections.
+    turns: as in ``encode``. Raises SectionError for inconsistent sections.
     """
     stripes, tokens, channels = out.shape
     arrays = [np.frombuffer(s, np.uint8) for s in sections]
@@ -152,10 +162,21 @@ def decode(sections: Sequence[memoryview | bytes], out: torch.Tensor) -> None:
     status = _decode_stripes(
         addresses, lengths, _as_bits(out), kind, _tables(UNIFORM, kind.itemsize),
         _tables(LOSSLESS, kind.itemsize), vec.SPREAD, _scratch(tokens, channels),
+        *_cos_sin(turns, tokens),
     )  # fmt: skip
     if status:
         stripe, error = divmod(status, 16)
         raise SectionError(f"section {stripe}: {_ERRORS[error]}")
+
+
+def _cos_sin(turns: np.ndarray | None, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [T, D / 2] each, in units of 2^-12; [0, 0] without frequencies."""
+    if turns is None:
+        return np.empty((0, 0), np.int32), np.empty((0, 0), np.int32)
+    cos = np.empty((tokens, len(turns)), np.int32)
+    sin = np.empty((tokens, len(turns)), np.int32)
+    _fill_cos_sin(turns, fmt.cosine(), cos, sin)
+    return cos, sin
 
 
 def warm_up(dtype: torch.dtype = torch.bfloat16) -> None:
@@ -168,6 +189,17 @@ def warm_up(dtype: torch.dtype = torch.bfloat16) -> None:
 RAW, LOSSLESS, UNIFORM, TOKEN_MAX = fmt.RAW, fmt.LOSSLESS, fmt.UNIFORM, fmt.TOKEN_MAX
 TABLES, CONSTANT, RAW_CHANNEL = fmt.TABLES, fmt.CONSTANT, fmt.RAW_CHANNEL
 LANES, SEGMENT = fmt.LANES, fmt.SEGMENT
+
+
+@_compiled
+def _fill_cos_sin(turns, table, cos, sin):
+    quarter, mask = 1 << (fmt.TURN_BITS - 2), (1 << fmt.TURN_BITS) - 1
+    for t in range(len(cos)):
+        for i in range(len(turns)):
+            phase = (t * np.int64(turns[i]) + (1 << (31 - fmt.TURN_BITS))) & 0xFFFFFFFF
+            k = phase >> (32 - fmt.TURN_BITS)
+            cos[t, i] = table[k]
+            sin[t, i] = table[(k - quarter) & mask]
 
 
 @_compiled
@@ -312,8 +344,30 @@ def _escape_non_finite(bits, kind, symbols):
 
 
 @_compiled
-def _uniform_symbols(bits, kind, alpha, fraction, centred, symbols, param):
-    """Returns the step; 0 where the range of the stripe is beyond UNIFORM."""
+def _rounded_mean(total, scale):
+    mean = np.int64(math.floor(np.float64(total) * scale + 0.5))
+    return min(max(mean, -fmt.MAX_PARAM), fmt.MAX_PARAM)
+
+
+@_compiled
+def _fill_base(base, param, rotary, cos, sin, t):
+    """base[t, c] of one token."""
+    if not rotary:
+        for c in range(len(base)):
+            base[c] = param[c] << fmt.MEAN_BITS
+        return
+    half = cos.shape[1]
+    for head in range(0, len(base), 2 * half):
+        first, second = param[head : head + half], param[head + half : head + 2 * half]
+        base_a, base_b = base[head : head + half], base[head + half : head + 2 * half]
+        for i in range(half):
+            base_a[i] = first[i] * cos[t, i] - second[i] * sin[t, i]
+            base_b[i] = first[i] * sin[t, i] + second[i] * cos[t, i]
+
+
+@_compiled
+def _uniform_symbols(bits, kind, alpha, dead_zone, rotary, cos, sin, symbols, param):
+    """Returns the step, 0 where the range of the stripe is beyond UNIFORM; and whether rotary."""
     tokens, channels = bits.shape
     pattern, all_finite = _largest(bits, kind)
     value = np.empty(channels, np.float32)
@@ -322,48 +376,69 @@ def _uniform_symbols(bits, kind, alpha, fraction, centred, symbols, param):
     _load_row(one, kind.code, value[:1])
     exponent = np.int64(bits_of(value[0]) >> 23) - 127
     if pattern > 0 and abs(exponent) > fmt.EXPONENT_LIMIT:
-        return np.float32(0)
+        return np.float32(0), False
     step = np.float32(1)
     param[:] = 0
+    rotary = rotary and pattern > 0 and len(cos) == tokens
     if pattern > 0:
         unit = 2.0 ** np.float64(exponent - fmt.FIXED_BITS)
         scale = np.float32(1 / unit)
-        sums = np.zeros(channels, np.int32)
-        squares = np.zeros(channels, np.uint32)
+        fixed = np.empty(channels, np.int32)
+        square = np.zeros(channels, np.int32)
+        part = np.zeros(channels, np.int32)
+        turned_part = np.zeros(channels, np.int32)
         total = np.int64(0)
+        sums = np.zeros(channels, np.int64)
+        turned = np.zeros(channels, np.int64)
+        half = cos.shape[1]
         for t in range(tokens):
             _load_row(bits[t], kind.code, value)
             for c in range(channels):
-                fixed = np.int32(rint(value[c] * scale))
-                sums[c] += fixed
-                squares[c] += np.uint32(fixed * fixed)
-            if t % _SQUARE_ROWS == _SQUARE_ROWS - 1 or t == tokens - 1:
+                fixed[c] = np.int32(rint(value[c] * scale))
+            for c in range(channels):
+                part[c] += fixed[c]
+                square[c] += fixed[c] * fixed[c]
+            if rotary:
+                for head in range(0, channels, 2 * half):
+                    a, b = fixed[head : head + half], fixed[head + half : head + 2 * half]
+                    to_a = turned_part[head : head + half]
+                    to_b = turned_part[head + half : head + 2 * half]
+                    for i in range(half):
+                        to_a[i] += a[i] * cos[t, i] + b[i] * sin[t, i]
+                        to_b[i] += b[i] * cos[t, i] - a[i] * sin[t, i]
+            if t % _FLUSH_ROWS == _FLUSH_ROWS - 1 or t == tokens - 1:
                 for c in range(channels):
-                    total += np.int64(squares[c])
-                squares[:] = 0
+                    total += np.int64(square[c])
+                    sums[c] += part[c]
+                    turned[c] += turned_part[c]
+                square[:] = 0
+                part[:] = 0
+                turned_part[:] = 0
         mean_square = np.float64(total) / np.float64(tokens * channels)
         step = np.float32(alpha * (math.sqrt(mean_square) * unit))
-        if centred:
-            factor = (unit * 2.0 ** np.float64(fraction)) / (np.float64(tokens) * np.float64(step))
-            for c in range(channels):
-                mean = math.floor(np.float64(sums[c]) * factor + 0.5)
-                param[c] = min(max(mean, -fmt.MAX_PARAM), fmt.MAX_PARAM)
-    inverse = np.float32(1) / step
-    fine = np.float32(2.0 ** -np.float64(fraction))
-    centre = param.astype(np.float32) * fine
-    top = np.float32(fmt.MAX_CODE + 1)
+        factor = 4 * unit / (np.float64(tokens) * np.float64(step))
+        plain_power, turned_power = np.int64(0), np.int64(0)
+        for c in range(channels):
+            param[c] = _rounded_mean(sums[c], factor)
+            sums[c] = _rounded_mean(turned[c], factor / (1 << fmt.TURN_BITS))
+            plain_power += np.int64(param[c]) * np.int64(param[c])
+            turned_power += sums[c] * sums[c]
+        rotary = rotary and turned_power > plain_power
+        if rotary:
+            param[:] = sums
+    inverse = np.float32(1 << fmt.CODE_BITS) / step
+    base = np.empty(channels, np.int32)
+    nearest = np.int32((1 << (fmt.CODE_BITS - 1)) - dead_zone)
     for t in range(tokens):
         _load_row(bits[t], kind.code, value)
+        if t == 0 or rotary:
+            _fill_base(base, param, rotary, cos, sin, t)
         row = symbols[t]
         for c in range(channels):
-            z = value[c] * inverse - centre[c]
-            n = floor(fabs(z) + _ROUND)
-            n = top if n > top else n
-            n = -n if z < np.float32(0) else n
-            row[c] = np.int32(n + np.float32(fmt.CENTRE))
+            row[c] = uniform_symbol(value[c] * inverse, base[c], nearest)
     if not all_finite:
         _escape_non_finite(bits, kind, symbols)
-    return step
+    return step, rotary
 
 
 @_compiled
@@ -561,7 +636,7 @@ def _write_planes(bits, kind, left_out, order, coded, out, offsets):
 
 
 @_compiled
-def _encode_stripe(bits, plan, kind, lossy, lossless, compress, scratch, out, start):
+def _encode_stripe(bits, plan, kind, lossy, lossless, compress, scratch, cos, sin, out, start):
     """Write the section of bits [T, C] to out[start:]; returns its end."""
     tokens, channels = bits.shape
     itemsize = kind.itemsize
@@ -571,12 +646,14 @@ def _encode_stripe(bits, plan, kind, lossy, lossless, compress, scratch, out, st
     maxima = np.empty(tokens, bits.dtype)
     mode = np.int64(plan[0])
     aux = np.int64(0)
-    step = np.float32(0)
+    step, rotary = np.float32(0), False
     plain_bits = 0
     tables = lossy
     if mode == UNIFORM:
-        aux = np.int64(plan[2])
-        step = _uniform_symbols(bits, kind, plan[1], aux, plan[3] != 0, symbols, param)
+        step, rotary = _uniform_symbols(
+            bits, kind, plan[1], np.int64(plan[2]), plan[3] != 0, cos, sin, symbols, param
+        )
+        aux = np.int64(rotary)
         if step == 0:
             mode = LOSSLESS
     elif mode == TOKEN_MAX:
@@ -609,13 +686,13 @@ def _encode_stripe(bits, plan, kind, lossy, lossless, compress, scratch, out, st
 
     param_base, found = np.int64(0), False
     for c in range(channels):
-        if index[c] < TABLES or (index[c] == CONSTANT and mode != LOSSLESS):
+        if rotary or index[c] < TABLES or (index[c] == CONSTANT and mode != LOSSLESS):
             param_base = min(param_base, np.int64(param[c])) if found else np.int64(param[c])
             found = True
     highest = np.int64(0)
     index_low, index_high = np.int64(255), np.int64(0)
     for c in range(channels):
-        if not (index[c] < TABLES or (index[c] == CONSTANT and mode != LOSSLESS)):
+        if not (rotary or index[c] < TABLES or (index[c] == CONSTANT and mode != LOSSLESS)):
             param[c] = param_base
         highest = max(highest, param[c] - param_base)
         index_low, index_high = min(index_low, index[c]), max(index_high, index[c])
@@ -701,10 +778,12 @@ def _encode_stripe(bits, plan, kind, lossy, lossless, compress, scratch, out, st
 
 
 @_compiled
-def _encode_stripes(bits, plan, kind, lossy, lossless, compress, scratch, out, ends):
+def _encode_stripes(bits, plan, kind, lossy, lossless, compress, scratch, cos, sin, out, ends):
     end = 0
     for i in range(len(bits)):
-        end = _encode_stripe(bits[i], plan[i], kind, lossy, lossless, compress, scratch, out, end)
+        end = _encode_stripe(
+            bits[i], plan[i], kind, lossy, lossless, compress, scratch, cos, sin, out, end
+        )
         ends[i] = end
 
 
@@ -744,7 +823,7 @@ def _decode_segment(
 
 
 @_compiled
-def _decode_stripe(data, bits, kind, lossy, lossless, spread, scratch):
+def _decode_stripe(data, bits, kind, lossy, lossless, spread, scratch, cos, sin):
     """Decode one section to bits [T, C]. Returns 0 or an error."""
     tokens, channels = bits.shape
     itemsize = kind.itemsize
@@ -766,6 +845,8 @@ def _decode_stripe(data, bits, kind, lossy, lossless, spread, scratch):
         mode, aux, index_width, param_width, np.int64(data[5]), param_base, step, byte_planes
     ):
         return 1
+    if mode == UNIFORM and aux and len(cos) != tokens:
+        return 8
     kept_planes = bit_planes = 0
     tables = lossy
     if mode == LOSSLESS:
@@ -839,10 +920,7 @@ def _decode_stripe(data, bits, kind, lossy, lossless, spread, scratch):
             data, offsets, aux, kind, symbols, param, order, slot, coded, constants, bits
         )
     else:
-        _restore_values(
-            data, offsets, mode, aux, step, kind, symbols, param, index, order, slot, placed,
-            tables.shrink, bits,
-        )  # fmt: skip
+        _restore_values(data, offsets, mode, aux, step, kind, symbols, param, slot, cos, sin, bits)
     at = offsets[8]
     for i in range(placed, channels):
         for t in range(tokens):
@@ -856,41 +934,30 @@ def _decode_stripe(data, bits, kind, lossy, lossless, spread, scratch):
 
 
 @_compiled
-def _restore_values(
-    data, offsets, mode, aux, step, kind, symbols, param, index, order, slot, placed, shrink, bits
-):
+def _restore_values(data, offsets, mode, aux, step, kind, symbols, param, slot, cos, sin, bits):
     tokens, channels = bits.shape
-    centre = np.zeros(channels, np.float32)
-    inward = np.zeros(channels, np.float32)
-    fine = np.float32(2.0 ** -np.float64(aux))
-    for p in range(placed):
-        c = order[p]
-        centre[p] = np.float32(param[c]) * fine if mode == UNIFORM else np.float32(param[c])
-        inward[p] = shrink[index[c]]
-    value = np.zeros(channels, np.float32)
-    placed_bits = np.zeros(channels, bits.dtype)
-    middle, one = np.float32(fmt.CENTRE), np.float32(1)
+    value = np.empty(channels, np.float32)
+    base = np.empty(channels, np.int32)
+    scale = step * np.float32(2.0**-fmt.CODE_BITS)
     codes = np.float32(aux)
     maximum = np.empty(1, bits.dtype)
-    scale = np.empty(1, np.float32)
+    largest = np.empty(1, np.float32)
+    symbol = np.empty(channels, np.uint8)
     for t in range(tokens):
         row = symbols[t]
+        for c in range(channels):
+            symbol[c] = row[slot[c]]
         if mode == UNIFORM:
-            for p in range(placed):
-                e = np.float32(row[p]) - middle
-                sign = one if e > one else e
-                sign = -one if sign < -one else sign
-                value[p] = ((e - sign * inward[p]) + centre[p]) * step
+            if t == 0 or aux:
+                _fill_base(base, param, aux != 0, cos, sin, t)
+            for c in range(channels):
+                value[c] = uniform_value(symbol[c], base[c]) * scale
         else:
             maximum[0] = _read(data, offsets[2] + t * kind.itemsize, kind.itemsize)
-            _load_row(maximum, kind.code, scale)
-            for p in range(placed):
-                code = (np.float32(row[p]) - middle) + centre[p]
-                value[p] = code / codes * scale[0]
-        _store_row(value, placed, kind, placed_bits)
-        target = bits[t]
-        for c in range(channels):
-            target[c] = placed_bits[slot[c]]
+            _load_row(maximum, kind.code, largest)
+            for c in range(channels):
+                value[c] = token_max_code(symbol[c], param[c]) / codes * largest[0]
+        _store_row(value, channels, kind, bits[t])
 
 
 @_compiled
@@ -937,11 +1004,11 @@ def _restore_lossless(
 
 
 @_compiled
-def _decode_stripes(addresses, lengths, bits, kind, lossy, lossless, spread, scratch):
+def _decode_stripes(addresses, lengths, bits, kind, lossy, lossless, spread, scratch, cos, sin):
     """Returns 0, or 16 * stripe + error."""
     for i in range(len(bits)):
         data = numba.carray(array_at(addresses[i]), (lengths[i],), np.uint8)
-        error = _decode_stripe(data, bits[i], kind, lossy, lossless, spread, scratch)
+        error = _decode_stripe(data, bits[i], kind, lossy, lossless, spread, scratch, cos, sin)
         if error:
             return 16 * i + error
     return 0

@@ -1,8 +1,12 @@
 """Bytes, tables and arithmetic of the cachegen codec: the one place that knows an offset.
 
 A chunk ``[layers, 2, tokens, kv_heads, head_size]`` is coded as one *section* per (layer, K or V),
-in that order. A section codes one *stripe* ``x[tokens, channels]``, channels = kv_heads * head_size,
-and can be decoded without any other. T and C below are its tokens and channels.
+in that order, after a *shared section*. A section codes one *stripe* ``x[tokens, channels]``,
+channels = kv_heads * head_size; it needs no other but the shared one. T and C below are its tokens
+and channels, D the head size.
+
+The shared section is empty or holds the rotary frequencies of K as D / 2 numbers u32, in units of
+2^-32 turn a token.
 
 Section layout, little-endian; every part starts on a multiple of four bytes, padded with zeros:
 
@@ -10,14 +14,15 @@ Section layout, little-endian; every part starts on a multiple of four bytes, pa
 offset  header, 20 bytes
 ======  ==============================================================================
 0       u8   mode: RAW, LOSSLESS, UNIFORM or TOKEN_MAX
-1       u8   UNIFORM: fraction bits F of the channel parameters; TOKEN_MAX: the largest code Q;
+1       u8   UNIFORM: 1 where the channel parameters are rotary means, else 0;
+             TOKEN_MAX: the largest code Q;
              LOSSLESS: bit k set when byte plane k is all zero and left out
 2       u8   index base: smallest channel index
 3       u8   index width: bits of one entry of the index plane, 0 to 6
-4       u8   parameter width: bits of one entry of the parameter plane, 0 to 17
+4       u8   parameter width: bits of one entry of the parameter plane, 0 to 16
 5       u8   zero
 6       u16  RAW channels
-8       i32  parameter base: smallest channel parameter
+8       i32  parameter base: smallest channel parameter, -32768 to 32767
 12      u32  exceptions
 16      f32  UNIFORM: step; otherwise zero
 ======  ==============================================================================
@@ -52,25 +57,39 @@ state is 2^15 and every word is used. The encoder runs the same steps backwards.
 
 Symbols. Symbol 0 escapes: the value is among the exceptions. Otherwise:
 
-- UNIFORM and TOKEN_MAX: ``symbol - 128`` is the difference e between code and channel parameter.
+- UNIFORM: ``symbol - 128`` is the code e of the difference to the channel's mean.
+- TOKEN_MAX: ``symbol - 128`` is the difference e between code and channel parameter.
 - LOSSLESS: ``symbol - 1 = 2 * d + (sign ^ flip)``; d = 0 for a zero exponent field, otherwise
   ``d = top - exponent``, 1 <= d <= 126. The channel parameter is ``2 * top + flip``. The other bits
   of a value, its mantissa, are kept in the planes: low bytes first, the rest as bit planes (byte
   [g, p, i]: bit j is bit p of token 8 * g + j at position i).
 
-UNIFORM quantiser (all float32 unless said, no contraction to multiply-add; non-finite values are
-taken as zero here and become exceptions; ``E`` = floor(log2(max |x|))). A stripe whose E is outside
-[-96, 96] is coded LOSSLESS instead.
+UNIFORM quantiser. Non-finite values count as zero and become exceptions. E = floor(log2(max |x|));
+a stripe whose E is outside [-96, 96] is coded LOSSLESS instead. Only the lines marked f32 and f64
+are not integer arithmetic; they are IEEE operations without contraction, so that every device
+agrees on every bit.
 
-    xi = rint(x * 2^(11 - E)), S2 = sum of xi^2 (integer), S1[c] = sum over tokens of xi (integer)
-    step = float32(alpha * (sqrt(S2 / (T * C)) * 2^(E - 11))) in float64; 1 if all are zero
-    m[c] = floor(S1[c] * (2^(E - 11 + F) / (T * step)) + 0.5) in float64, limited to +-32767
-    z = x * (1 / step) - m[c] * 2^-F;   n = floor(|z| + (1/2 - DEAD_ZONE));   e = sign(z) * n
-    x' = ((e - sign(e) * SHRINK[index]) + m[c] * 2^-F) * step, limited to the dtype's finite range
+    fixed = rint(x * 2^(11 - E))                                                           f32
+    S2 = sum of fixed^2;  S1[c] = sum over tokens of fixed
+    unit = 2^(E - 11);  step = float32(alpha * (sqrt(S2 / (T * C)) * unit)), 1 if all are zero   f64
+    m[c] = floor(S1[c] * (4 * unit / (T * step)) + 1/2), limited to +-32767                      f64
+    base[t, c] = 2^12 * m[c]
+    xi = rint(x * (2^14 / step)), limited to +-2^30                                         f32
+    d = xi - base;  n = (|d| + 2^13 - dead_zone) >> 14;  e = sign(d) * n, escapes where n > 127
+    x' = float32(2^14 * e + base) * (step * 2^-14), limited to the dtype's finite range     f32
 
-with m = 0 where the level does not remove means; n > 127 escapes.
+Rotary means. K turns with the position: in each pair of channels a = (head, i), b = (head, i + D/2)
+by the frequency w[i]. Where the shared section has frequencies and the level wants it:
 
-TOKEN_MAX quantiser (CacheGen as LMCache ships it), M[t] = max over channels of finite |x|:
+    k = ((t * w[i] + 2^19) mod 2^32) >> 20;  cos = COSINE[k], sin = COSINE[(k - 1024) mod 4096]
+    Ra = sum of fixed_a * cos + fixed_b * sin;  Rb = sum of fixed_b * cos - fixed_a * sin
+    A, B = as m from S1, with Ra / 2^12 and Rb / 2^12 in its place
+    base_a = A * cos - B * sin;  base_b = A * sin + B * cos
+
+The parameters are A in place of m at a, and B at b. A stripe has rotary means where the sum of
+A^2 + B^2 over its pairs is larger than the sum of m^2 over its channels, 2^12 = cos 0 in COSINE.
+
+TOKEN_MAX quantiser (CacheGen as LMCache ships it), M[t] = max over channels of finite |x|, f32:
 
     code = rint(x * (Q / max(M[t], 2^-96)));  m[c] = floor((2 * sum of code + T) / (2 * T))
     x' = (code / Q) * M[t], limited likewise; e = code - m[c]
@@ -84,11 +103,12 @@ and zero where count is. Values with the all-ones exponent escape.
 
 The parameter plane holds base for RAW channels and for CONSTANT ones of LOSSLESS, whose parameter
 means nothing; base is the smallest of the others, or zero. CONSTANT channels of LOSSLESS hold +0.
+With rotary means every channel has a parameter, and no channel is CONSTANT unless its codes are.
 
 The table of a channel is the cheapest by ``costs`` summed over its symbols (integers; the first of
-equals); RAW_CHANNEL when that and the planes exceed the values as they are; CONSTANT wherever it can
-be. A value whose symbol has no
-frequency in the channel's table escapes. A section that would not be smaller than RAW is RAW.
+equals); RAW_CHANNEL when that and the planes exceed the values as they are; CONSTANT wherever it
+can be. A value whose symbol has no frequency in the channel's table escapes. A section that would
+not be smaller than RAW is RAW.
 """
 
 from __future__ import annotations
@@ -123,19 +143,23 @@ ESCAPE = 0
 CENTRE = 128
 MAX_CODE = 127
 CONSTANT_SYMBOL_LOSSLESS = 1
-MAX_PARAM = 32767
 
 EXPONENT_LIMIT = 96
 FIXED_BITS = 11
+CODE_BITS = 14
+MEAN_BITS = 12
+MAX_PARAM = 32767
+MAX_FIXED = 1 << 30
 SMALLEST_MAX = 2.0**-EXPONENT_LIMIT
+TURN_BITS = 12
+
 MAX_DISTANCE = 126
 TOP_ABOVE_MEAN = 6
 
 COST_UNIT = 256
 POSITION_BITS = 32
 
-DEAD_ZONE = 0.0625
-SHRINK_UNIT = 64
+TABLE_DEAD_ZONE = 0.05
 
 
 @dataclass(frozen=True)
@@ -177,23 +201,28 @@ class Quantiser:
     """How one stripe is coded: mode and its setting.
 
     alpha: UNIFORM step in units of the stripe's root mean square.
-    fraction_bits: UNIFORM channel parameters are in units of step / 2^fraction_bits.
-    centred: UNIFORM removes channel means.
+    dead_zone: UNIFORM, in units of step / 2^CODE_BITS: how much further from zero codes begin.
+    rotary: UNIFORM may use rotary means.
     max_code: TOKEN_MAX largest code Q.
     """
 
     mode: int
     alpha: float = 0.0
-    fraction_bits: int = 0
-    centred: bool = False
+    dead_zone: int = 0
+    rotary: bool = False
     max_code: int = 0
 
 
+def _uniform(alpha: float, dead_zone: float, rotary: bool) -> Quantiser:
+    return Quantiser(UNIFORM, alpha, round(dead_zone * (1 << CODE_BITS)), rotary)
+
+
 _LOSSLESS = Quantiser(LOSSLESS)
+# (K, V); the steps put the normalised squared error just below 0.0040 and 0.0023, 0.040 and 0.023.
 _UNIFORM = {
-    "high": (Quantiser(UNIFORM, 0.22, 2, True), Quantiser(UNIFORM, 0.168, 2, False)),
-    "medium": (Quantiser(UNIFORM, 0.74, 3, True), Quantiser(UNIFORM, 0.56, 3, False)),
-    "low": (Quantiser(UNIFORM, 1.25, 3, True), Quantiser(UNIFORM, 0.95, 3, False)),
+    "high": (_uniform(0.210, 0.05, True), _uniform(0.163, 0.0, False)),
+    "medium": (_uniform(0.650, 0.10, True), _uniform(0.508, 0.05, False)),
+    "low": (_uniform(1.08, 0.10, True), _uniform(0.87, 0.05, False)),
 }
 LEVELS = ("lossless", "high", "medium", "low", "paper")
 
@@ -202,8 +231,8 @@ def quantiser(level: str, layers: int, layer: int, value: int) -> Quantiser:
     """The quantiser of a stripe of a 16- or 32-bit tensor.
 
     level: one of LEVELS; layers: of the whole chunk; layer: 0 to layers - 1; value: 0 K, 1 V.
-    The paper's bins: K 32 in the first 10 layers then 16, V 32 in the first 2 then 16; 32 throughout
-    below 10 layers for K. Q = bins // 2 - 1.
+    The paper's bins: K 32 in the first 10 layers then 16, V 32 in the first 2 then 16.
+    Q = bins // 2 - 1.
     """
     if level == "lossless":
         return _LOSSLESS
@@ -247,31 +276,24 @@ def _width_grid() -> list[tuple[float, float]]:
     return grid + [(1.0, 0.12 * 2 ** (2 * i / 7)) for i in range(TABLES - 33)]
 
 
-def _lossy_table(shape: float, sigma: float) -> tuple[list[int], int]:
-    """Generalised Gaussian on the cells of the quantiser; its frequencies and its SHRINK."""
+def _lossy_table(shape: float, sigma: float) -> list[int]:
+    """Generalised Gaussian on the cells of the quantiser."""
     scale = sigma * math.sqrt(math.gamma(1 / shape) / math.gamma(3 / shape))
     sub = 16
-    zero_edge = 0.5 + DEAD_ZONE
-    mass = [0.0] * (MAX_CODE + 1)
-    moment = 0.0
+    zero_edge = 0.5 + TABLE_DEAD_ZONE
+    mass = []
     for n in range(MAX_CODE + 1):
         left, right = (0.0, zero_edge) if n == 0 else (zero_edge + n - 1, zero_edge + n)
-        for k in range(sub):
-            x = left + (right - left) * (k + 0.5) / sub
-            p = math.exp(-((x / scale) ** shape)) * (right - left)
-            mass[n] += p
-            if n:
-                moment += p * (n - x)
-    tail = sum(mass[1:])
-    shrink = round(SHRINK_UNIT * moment / tail) if tail > 0 else 0
-    total = 2 * tail + 2 * mass[0]
+        middles = (left + (right - left) * (k + 0.5) / sub for k in range(sub))
+        mass.append(sum(math.exp(-((x / scale) ** shape)) for x in middles) * (right - left))
+    total = 2 * sum(mass)
     weights = [0] * 256
     for n in range(MAX_CODE + 1):
         w = int(mass[n] * (2 if n == 0 else 1) / total * _WEIGHT)
         weights[CENTRE + n] = weights[CENTRE - n] = w
     reach = max(n for n in range(MAX_CODE + 1) if weights[CENTRE + n] > _TAIL or n == 0)
     reach = min(MAX_CODE, reach + 1)
-    return _quantise_frequencies(weights, CENTRE - reach, CENTRE + reach), max(0, shrink)
+    return _quantise_frequencies(weights, CENTRE - reach, CENTRE + reach)
 
 
 def _normal_cdf(x: float) -> float:
@@ -296,7 +318,7 @@ def _lossless_grid() -> list[tuple[float, float, bool]]:
 
 
 def _lossless_table(ratio: float, octave: float, heavy: bool) -> list[int]:
-    """Sign and exponent of a normal (or two-sided exponential) variable, placed as the encoder does."""
+    """Sign and exponent of a normal or two-sided exponential variable, placed as encoders do."""
     sigma = 2.0**octave
     mean = ratio * sigma
 
@@ -328,50 +350,56 @@ class Bank:
     """The tables of one family of modes.
 
     freq, cum: int32 [TABLES + 1, 256]; the last table gives all to the constant symbol, so that a
-    lane which uses it never changes state. low, high: int32 [TABLES], the symbols with a frequency.
-    shrink: float32 [TABLES + 2]. constant: the constant symbol.
+    lane which uses it never changes state. low, high: int32 [TABLES], the symbols with a frequency
+    beside ESCAPE. constant: the constant symbol.
     """
 
     freq: np.ndarray
     cum: np.ndarray
     low: np.ndarray
     high: np.ndarray
-    shrink: np.ndarray
     constant: int
 
 
-def _build(freqs: list[list[int]], shrink: list[int], constant: int) -> Bank:
+def _build(freqs: list[list[int]], constant: int, name: str) -> Bank:
     freq = np.zeros((TABLES + 1, 256), np.int32)
     freq[:TABLES] = freqs
     freq[TABLES, constant] = PROB_SCALE
+    _check_digest(name, freq)
     cum = np.cumsum(freq, axis=1, dtype=np.int32) - freq
-    # Every table's support beside ESCAPE is one interval.
     low = np.array([np.flatnonzero(f[1:])[0] + 1 for f in freq[:TABLES]], np.int32)
     high = np.array([np.flatnonzero(f)[-1] for f in freq[:TABLES]], np.int32)
-    full_shrink = np.zeros(TABLES + 2, np.float32)
-    full_shrink[:TABLES] = np.array(shrink, np.float32) / SHRINK_UNIT
-    arrays = (freq, cum, low, high, full_shrink)
-    for a in arrays:
+    for a in (freq, cum, low, high):
         a.setflags(write=False)
-    return Bank(*arrays, constant)
+    return Bank(freq, cum, low, high, constant)
 
 
 @functools.cache
 def lossy_bank() -> Bank:
     """The tables of UNIFORM and TOKEN_MAX."""
-    made = [_lossy_table(*g) for g in _width_grid()]
-    return _checked(_build([f for f, _ in made], [s for _, s in made], CENTRE), "lossy")
+    return _build([_lossy_table(*g) for g in _width_grid()], CENTRE, "lossy")
 
 
 @functools.cache
 def lossless_bank() -> Bank:
     """The tables of LOSSLESS."""
-    made = [_lossless_table(*g) for g in _lossless_grid()]
-    return _checked(_build(made, [0] * TABLES, CONSTANT_SYMBOL_LOSSLESS), "lossless")
+    tables = [_lossless_table(*g) for g in _lossless_grid()]
+    return _build(tables, CONSTANT_SYMBOL_LOSSLESS, "lossless")
 
 
 def bank(mode: int) -> Bank:
     return lossless_bank() if mode == LOSSLESS else lossy_bank()
+
+
+@functools.cache
+def cosine() -> np.ndarray:
+    """COSINE: int32 [4096], 2^12 times the cosine of k / 4096 turn."""
+    turn = 1 << TURN_BITS
+    table = [round((1 << TURN_BITS) * math.cos(2 * math.pi * k / turn)) for k in range(turn)]
+    made = np.array(table, np.int32)
+    _check_digest("cosine", made)
+    made.setflags(write=False)
+    return made
 
 
 @functools.cache
@@ -391,24 +419,15 @@ def costs(mode: int, itemsize: int) -> np.ndarray:
     return cost
 
 
-def bank_digest(b: Bank) -> str:
-    h = hashlib.sha256(b.freq.astype("<i4").tobytes())
-    h.update((b.shrink * SHRINK_UNIT).astype("<i4").tobytes())
-    return h.hexdigest()[:16]
+DIGESTS: dict[str, str] = {}
 
 
-BANK_DIGESTS = {"lossy": "", "lossless": ""}
-
-
-def _checked(b: Bank, name: str) -> Bank:
-    """The tables come from the C library's exp and erfc; a machine where these round to another
-    frequency would write blobs that no other machine decodes, so it must not start."""
-    digest = bank_digest(b)
-    if BANK_DIGESTS[name] and digest != BANK_DIGESTS[name]:
-        raise RuntimeError(
-            f"cachegen: the {name} tables of this machine have digest {digest}, not {BANK_DIGESTS[name]}"
-        )
-    return b
+def _check_digest(name: str, numbers: np.ndarray) -> None:
+    """The tables come from the C library's exp, erfc and cos. A machine where one of these rounds
+    to another integer would write blobs that no other machine decodes, so it must not start."""
+    digest = hashlib.sha256(numbers.astype("<i4").tobytes()).hexdigest()[:16]
+    if digest != DIGESTS.setdefault(name, digest):
+        raise RuntimeError(f"cachegen: {name} tables have digest {digest}, not {DIGESTS[name]}")
 
 
 def pad4(n: int) -> int:
@@ -428,16 +447,16 @@ def header_in_range(mode, aux, index_width, param_width, zero, param_base, step,
     if mode == LOSSLESS:
         good = aux < 1 << byte_planes and step == 0
     elif mode == UNIFORM:
-        good = aux <= 15 and math.isfinite(step) and step > 0
+        good = aux <= 1 and math.isfinite(step) and step > 0
     else:
         good = mode == TOKEN_MAX and 1 <= aux <= MAX_CODE and step == 0
-    small = index_width <= 6 and param_width <= 17 and zero == 0
-    return good and small and abs(param_base) <= 1 << 17
+    small = index_width <= 6 and param_width <= 16 and zero == 0
+    return good and small and -32768 <= param_base <= 32767
 
 
 def parts(
-    mode, index_width, param_width, tokens, channels, itemsize, coded, words, byte_planes, bit_planes,
-    raw_channels, exceptions,
+    mode, index_width, param_width, tokens, channels, itemsize, coded, words, byte_planes,
+    bit_planes, raw_channels, exceptions,
 ):  # fmt: skip
     """Offsets of the parts 1 to 11 of a section that is not RAW, and its length: 12 numbers.
 
@@ -462,8 +481,23 @@ def parts(
     values = positions + 4 * exceptions
     end = values + pad4(exceptions * itemsize)
     return (
-        index, param, maxima, counts, states, stream, byte_plane, bit_plane, raw, positions, values, end,
+        index, param, maxima, counts, states, stream, byte_plane, bit_plane, raw, positions,
+        values, end,
     )  # fmt: skip
+
+
+def pack_turns(turns: np.ndarray | None) -> bytes:
+    """The shared section: rotary frequencies uint32 [D / 2], or None."""
+    return b"" if turns is None else turns.astype("<u4").tobytes()
+
+
+def unpack_turns(section: memoryview, head_size: int) -> np.ndarray | None:
+    """The rotary frequencies of a shared section. Raises SectionError for a wrong length."""
+    if not len(section):
+        return None
+    if head_size % 2 or len(section) != 2 * head_size:
+        raise SectionError(f"{len(section)} bytes of rotary frequencies for heads of {head_size}")
+    return np.frombuffer(section, "<u4").astype(np.uint32)
 
 
 def raw_section_bytes(tokens: int, channels: int, itemsize: int) -> int:

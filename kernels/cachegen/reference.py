@@ -1,4 +1,4 @@
-"""Encode and decode of cachegen sections in plain torch and numpy: the truth for the other twins."""
+"""Encode and decode of cachegen sections in plain torch and numpy: the truth for its twins."""
 
 from __future__ import annotations
 
@@ -18,18 +18,25 @@ def dtype_of(tensor: torch.Tensor) -> fmt.DType:
     return fmt.DTYPES[str(tensor.dtype).removeprefix("torch.")]
 
 
-def encode(kv: torch.Tensor, quantisers: Sequence[fmt.Quantiser]) -> list[bytes]:
-    """Sections of ``kv[stripes, tokens, channels]``, one quantiser a stripe."""
-    return [_encode_stripe(x, q) for x, q in zip(kv.cpu(), quantisers, strict=True)]
+def encode(
+    kv: torch.Tensor, quantisers: Sequence[fmt.Quantiser], turns: np.ndarray | None = None
+) -> list[bytes]:
+    """Sections of ``kv[stripes, tokens, channels]``, one quantiser a stripe.
+
+    turns: rotary frequencies uint32 [D / 2] of heads of D channels, or None.
+    """
+    return [_encode_stripe(x, q, turns) for x, q in zip(kv.cpu(), quantisers, strict=True)]
 
 
-def decode(sections: Sequence[memoryview | bytes], out: torch.Tensor) -> None:
-    """Decode one section a stripe into ``out[stripes, tokens, channels]``.
+def decode(
+    sections: Sequence[memoryview | bytes], out: torch.Tensor, turns: np.ndarray | None = None
+) -> None:
+    """Decode one section a stripe into ``out[stripes, tokens, channels]``; turns as in ``encode``.
 
     Raises SectionError for inconsistent sections.
     """
     for section, target in zip(sections, out, strict=True):
-        target.copy_(_decode_stripe(bytes(section), target))
+        target.copy_(_decode_stripe(bytes(section), target, turns))
 
 
 def _as_bits(x: torch.Tensor) -> np.ndarray:
@@ -73,8 +80,36 @@ def _split(bits: np.ndarray, d: fmt.DType) -> tuple[np.ndarray, np.ndarray, np.n
 # Symbols: each returns (symbols [T, C], parameters [C], ...).
 
 
-def _uniform_symbols(x: torch.Tensor, q: fmt.Quantiser):
-    """None where the range of the stripe is beyond UNIFORM."""
+def _cos_sin(turns: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [T, 1, D / 2] each, in units of 2^-12."""
+    phase = (np.arange(tokens)[:, None] * turns.astype(np.int64) + (1 << 19)) & 0xFFFFFFFF
+    k = phase >> (32 - fmt.TURN_BITS)
+    quarter = 1 << (fmt.TURN_BITS - 2)
+    table = fmt.cosine().astype(np.int64)
+    sin = table[(k - quarter) & ((1 << fmt.TURN_BITS) - 1)]
+    return table[k][:, None], sin[:, None]
+
+
+def _pairs(x: np.ndarray, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Views [..., heads, D / 2] of the two halves of each head of x[..., channels]."""
+    heads = x.reshape(*x.shape[:-1], -1, 2, len(turns))
+    return heads[..., 0, :], heads[..., 1, :]
+
+
+def _base(param: np.ndarray, tokens: int, turns: np.ndarray | None) -> np.ndarray:
+    """base[t, c]; turns: None for plain means."""
+    base = np.broadcast_to(param << fmt.MEAN_BITS, (tokens, len(param))).copy()
+    if turns is not None:
+        cos, sin = _cos_sin(turns, tokens)
+        a, b = _pairs(param, turns)
+        base_a, base_b = _pairs(base, turns)
+        base_a[:] = a * cos - b * sin
+        base_b[:] = a * sin + b * cos
+    return base
+
+
+def _uniform_symbols(x: torch.Tensor, q: fmt.Quantiser, turns: np.ndarray | None):
+    """Symbols, parameters, step, whether rotary; None where the range is beyond UNIFORM."""
     tokens, channels = x.shape
     value = x.float().numpy()
     finite = np.isfinite(value)
@@ -83,23 +118,35 @@ def _uniform_symbols(x: torch.Tensor, q: fmt.Quantiser):
     exponent = int(largest.view(np.uint32) >> 23) - 127
     if largest > 0 and abs(exponent) > fmt.EXPONENT_LIMIT:
         return None
-    step, param = np.float32(1), np.zeros(channels, np.int64)
+    step, param, rotary = np.float32(1), np.zeros(channels, np.int64), False
     if largest > 0:
         unit = 2.0 ** (exponent - fmt.FIXED_BITS)
         fixed = np.rint(value * np.float32(1 / unit)).astype(np.int64)
         mean_square = np.float64((fixed * fixed).sum()) / np.float64(tokens * channels)
         step = np.float32(q.alpha * (np.sqrt(mean_square) * unit))
-        if q.centred:
-            scale = (unit * 2.0**q.fraction_bits) / (np.float64(tokens) * np.float64(step))
-            param = np.floor(fixed.sum(0).astype(np.float64) * scale + 0.5)
-            param = np.clip(param, -fmt.MAX_PARAM, fmt.MAX_PARAM).astype(np.int64)
-    centre = param.astype(np.float32) * np.float32(2.0**-q.fraction_bits)
-    z = value * (np.float32(1) / step) - centre
-    n = np.floor(np.abs(z) + np.float32(0.5 - fmt.DEAD_ZONE))
-    n = np.minimum(n, np.float32(fmt.MAX_CODE + 1)).astype(np.int64)
-    symbol = np.where(z < 0, -n, n) + fmt.CENTRE
+        scale = 4 * unit / (np.float64(tokens) * np.float64(step))
+
+        def rounded(sums: np.ndarray, scale: float) -> np.ndarray:
+            mean = np.floor(sums.astype(np.float64) * scale + 0.5)
+            return np.clip(mean, -fmt.MAX_PARAM, fmt.MAX_PARAM).astype(np.int64)
+
+        param = rounded(fixed.sum(0), scale)
+        if q.rotary and turns is not None:
+            cos, sin = _cos_sin(turns, tokens)
+            a, b = _pairs(fixed, turns)
+            turned = np.empty_like(param)
+            turned_a, turned_b = _pairs(turned, turns)
+            turned_a[:] = rounded((a * cos + b * sin).sum(0), scale / (1 << fmt.TURN_BITS))
+            turned_b[:] = rounded((b * cos - a * sin).sum(0), scale / (1 << fmt.TURN_BITS))
+            rotary = (turned * turned).sum() > (param * param).sum()
+            param = turned if rotary else param
+    fine = np.rint(value * (np.float32(1 << fmt.CODE_BITS) / step))
+    xi = np.clip(fine, -np.float32(fmt.MAX_FIXED), np.float32(fmt.MAX_FIXED)).astype(np.int64)
+    d = xi - _base(param, tokens, turns if rotary else None)
+    n = (np.abs(d) + (1 << (fmt.CODE_BITS - 1)) - q.dead_zone) >> fmt.CODE_BITS
+    symbol = np.where(d < 0, -n, n) + fmt.CENTRE
     symbol[(n > fmt.MAX_CODE) | ~finite] = fmt.ESCAPE
-    return symbol, param, step
+    return symbol, param, step, rotary
 
 
 def _token_max_symbols(x: torch.Tensor, q: fmt.Quantiser):
@@ -151,18 +198,18 @@ def _choose(
     return index
 
 
-def _encode_stripe(x: torch.Tensor, q: fmt.Quantiser) -> bytes:
+def _encode_stripe(x: torch.Tensor, q: fmt.Quantiser, turns: np.ndarray | None) -> bytes:
     tokens, channels = x.shape
     d = dtype_of(x)
     bits = _as_bits(x)
     mode, aux, step, maxima, plain_bits = q.mode, 0, 0.0, b"", 0
     if mode == fmt.UNIFORM:
-        made = _uniform_symbols(x, q)
+        made = _uniform_symbols(x, q, turns)
         if made is None:
             mode = fmt.LOSSLESS
         else:
-            symbol, param, step = made
-            aux = q.fraction_bits
+            symbol, param, step, rotary = made
+            aux = int(rotary)
     elif mode == fmt.TOKEN_MAX:
         symbol, param, token_max = _token_max_symbols(x, q)
         maxima = _padded(token_max.tobytes())
@@ -183,6 +230,8 @@ def _encode_stripe(x: torch.Tensor, q: fmt.Quantiser) -> bytes:
 
     coded = index < fmt.TABLES
     with_param = coded | ((index == fmt.CONSTANT) & (mode != fmt.LOSSLESS))
+    if mode == fmt.UNIFORM and rotary:
+        with_param[:] = True
     param_base = int(param[with_param].min()) if with_param.any() else 0
     param = np.where(with_param, param - param_base, 0)
     param_width = int(param.max()).bit_length()
@@ -302,7 +351,7 @@ def decode_lanes(
     return symbol[:, :positions]
 
 
-def _decode_stripe(section: bytes, like: torch.Tensor) -> torch.Tensor:
+def _decode_stripe(section: bytes, like: torch.Tensor, turns: np.ndarray | None) -> torch.Tensor:
     tokens, channels = like.shape
     d = dtype_of(like)
     word = _BITS[d.itemsize]
@@ -320,6 +369,8 @@ def _decode_stripe(section: bytes, like: torch.Tensor) -> torch.Tensor:
     fields = (mode, aux, index_width, param_width, zero, param_base, step)
     if not fmt.header_in_range(*fields, d.byte_planes):
         raise SectionError("a field of the section header is out of range")
+    if mode == fmt.UNIFORM and aux and turns is None:
+        raise SectionError("rotary means without rotary frequencies")
 
     planes = d.byte_planes - (aux.bit_count() if mode == fmt.LOSSLESS else 0)
     if mode != fmt.LOSSLESS:
@@ -384,10 +435,10 @@ def _decode_stripe(section: bytes, like: torch.Tensor) -> torch.Tensor:
         value = (sign << d.exponent_bits | exponent) << d.mantissa_bits | mantissa
         bits[:, order] = value.astype(word)
     elif mode == fmt.UNIFORM:
-        e = (symbol - fmt.CENTRE).astype(np.float32)
-        e -= np.sign(e) * bank.shrink[index]
-        centre = param.astype(np.float32) * np.float32(2.0**-aux)
-        bits = _to_dtype((e + centre) * np.float32(step), like)
+        base = _base(param, tokens, turns if aux else None)
+        fine = ((symbol - fmt.CENTRE) << fmt.CODE_BITS) + base
+        scale = np.float32(step) * np.float32(2.0**-fmt.CODE_BITS)
+        bits = _to_dtype(fine.astype(np.float32) * scale, like)
     else:
         maxima = np.frombuffer(section, word, tokens, at[2]).copy()
         maxima = _from_bits(maxima, like.dtype).float().numpy()

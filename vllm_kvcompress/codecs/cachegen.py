@@ -1,8 +1,8 @@
 """The ``cachegen`` codec: quantisation and entropy coding of KV, one section per layer and K or V.
 
 After CacheGen (SIGCOMM 2024): layer-wise quantisation, then entropy coding with one distribution
-per (layer, K or V, channel). What the bytes of a section mean stands in
-``vllm_kvcompress.kernels.cachegen.format``; the sections travel in the common container.
+per (layer, K or V, channel), here one of a bank of parametric ones. What the bytes of a section
+mean stands in ``vllm_kvcompress.kernels.cachegen.format``; they travel in the common container.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from vllm_kvcompress.codecs.base import Codec, output_tensor
 from vllm_kvcompress.codecs.container import BytesLike, Header, MalformedBlob
 from vllm_kvcompress.kernels.cachegen import format as fmt
 from vllm_kvcompress.kernels.cachegen import implementation
+from vllm_kvcompress.kernels.cachegen.rotary import estimate_turns
 
 _DTYPES = {getattr(torch, name): d for name, d in fmt.DTYPES.items()}
 
@@ -64,6 +65,7 @@ class CacheGenCodec(Codec):
         if chosen != "triton":
             source = source.cpu()
         stripes = source.contiguous().view(layers * values, tokens, heads * head_size)
+        turns = estimate_turns(source[:, 0]) if any(q.rotary for q in quantisers) else None
         header = Header(
             codec=self.name,
             level=self.level,
@@ -72,7 +74,8 @@ class CacheGenCodec(Codec):
             fingerprint=fingerprint,
             codec_version=fmt.CODEC_VERSION,
         )
-        return container.pack(header, kernels.encode(stripes, quantisers))
+        sections = kernels.encode(stripes, quantisers, turns)
+        return container.pack(header, [fmt.pack_turns(turns), *sections])
 
     def decode(
         self,
@@ -91,7 +94,8 @@ class CacheGenCodec(Codec):
             target = torch.empty(header.shape, dtype=header.dtype, device=place)
         stripes = target.view(layers * values, tokens, heads * head_size)
         try:
-            kernels.decode(sections, stripes)
+            turns = fmt.unpack_turns(sections[0], head_size)
+            kernels.decode(sections[1:], stripes, turns)
         except fmt.SectionError as error:
             raise MalformedBlob(str(error)) from error
         return kv if direct else kv.copy_(target)
@@ -117,6 +121,6 @@ class CacheGenCodec(Codec):
             raise MalformedBlob(f"cachegen does not code dtype {header.dtype}")
         if tokens > fmt.MAX_TOKENS or heads * head_size > fmt.MAX_CHANNELS:
             raise MalformedBlob(f"shape {list(header.shape)} is beyond what cachegen codes")
-        if len(sections) != layers * values:
+        if len(sections) != 1 + layers * values:
             raise MalformedBlob(f"{len(sections)} sections for {layers * values} stripes")
         return header, sections
