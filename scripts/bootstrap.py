@@ -278,7 +278,8 @@ def install_requirements(device):
     file = REQUIREMENTS[device]
     shown = os.path.relpath(file, ROOT)
     if device == "cpu":
-        arguments = ["install", "--no-deps", "-r", file]
+        # Compiled on import instead: most of these modules are never imported.
+        arguments = ["install", "--no-deps", "--no-compile", "-r", file]
         what = f"installing {len(pinned(device))} packages of {shown}"
         pip(arguments, "install", what + " (about 3.5 GB)")
         present = [name for name in FORBIDDEN if name in installed()]
