@@ -6,9 +6,11 @@ Writes and reads the bytes that ``reference.py`` does; what each step means stan
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from collections import namedtuple
 from collections.abc import Sequence
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -28,6 +30,7 @@ from ._vector import (
     lossless_bits,
     lossless_symbol,
     move_bit,
+    never_inline,
     rint,
     token_max_code,
     uniform_symbol,
@@ -35,7 +38,7 @@ from ._vector import (
 )
 from .format import SectionError
 
-_compiled = njit(nogil=True, cache=True, error_model="numpy", no_cfunc_wrapper=True)
+_compiled = njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
 _parts = _compiled(fmt.parts)
 _header_in_range = _compiled(fmt.header_in_range)
 
@@ -173,10 +176,13 @@ def _cos_sin(turns: np.ndarray | None, tokens: int) -> tuple[np.ndarray, np.ndar
     """int32 [T, D / 2] each, in units of 2^-12; [0, 0] without frequencies."""
     if turns is None:
         return np.empty((0, 0), np.int32), np.empty((0, 0), np.int32)
-    cos = np.empty((tokens, len(turns)), np.int32)
-    sin = np.empty((tokens, len(turns)), np.int32)
-    _fill_cos_sin(turns, fmt.cosine(), cos, sin)
-    return cos, sin
+    phase = np.arange(tokens, dtype=np.uint32)[:, None] * turns + np.uint32(
+        1 << (31 - fmt.TURN_BITS)
+    )
+    k = phase >> (32 - fmt.TURN_BITS)
+    quarter = 1 << (fmt.TURN_BITS - 2)
+    table = fmt.cosine()
+    return table[k], table[(k - quarter) & ((1 << fmt.TURN_BITS) - 1)]
 
 
 def warm_up(dtype: torch.dtype = torch.bfloat16) -> None:
@@ -192,17 +198,6 @@ LANES, SEGMENT = fmt.LANES, fmt.SEGMENT
 
 
 @_compiled
-def _fill_cos_sin(turns, table, cos, sin):
-    quarter, mask = 1 << (fmt.TURN_BITS - 2), (1 << fmt.TURN_BITS) - 1
-    for t in range(len(cos)):
-        for i in range(len(turns)):
-            phase = (t * np.int64(turns[i]) + (1 << (31 - fmt.TURN_BITS))) & 0xFFFFFFFF
-            k = phase >> (32 - fmt.TURN_BITS)
-            cos[t, i] = table[k]
-            sin[t, i] = table[(k - quarter) & mask]
-
-
-@_compiled
 def _read(data, at, size):
     value = np.int64(0)
     for i in range(size):
@@ -212,6 +207,7 @@ def _read(data, at, size):
 
 @_compiled
 def _write(out, at, value, size):
+    never_inline()
     for i in range(size):
         out[at + i] = (np.int64(value) >> (8 * i)) & 255
 
@@ -219,6 +215,7 @@ def _write(out, at, value, size):
 @_compiled
 def _write_fixed(out, at, end, values, base, width):
     """Fixed-width integers, least significant bit first, zeros up to *end*."""
+    never_inline()
     pending, bits = np.int64(0), 0
     if width:
         for value in values:
@@ -237,6 +234,7 @@ def _write_fixed(out, at, end, values, base, width):
 
 @_compiled
 def _read_fixed(data, at, values, base, width):
+    never_inline()
     pending, bits = np.int64(0), 0
     for i in range(len(values)):
         while bits < width:
@@ -260,6 +258,7 @@ def _bit_length(value):
 @_compiled
 def _load_row(row, code, value):
     """float32 values of a row of bit patterns; zero for those that are not finite."""
+    never_inline()
     if code == _BF16:
         for c in range(len(row)):
             finite = (row[c] & 0x7F80) != 0x7F80
@@ -279,6 +278,7 @@ def _load_row(row, code, value):
 @_compiled
 def _store_row(value, count, kind, bits):
     """Bit patterns of the first *count* float32 values, limited to the dtype's finite range."""
+    never_inline()
     limit = kind.max_finite
     if kind.code == _BF16:
         for p in range(count):
@@ -309,6 +309,7 @@ def _float_bits_limit(kind):
 @_compiled
 def _largest(bits, kind):
     """(largest finite |x| as a bit pattern, whether all values are finite)."""
+    never_inline()
     tokens, channels = bits.shape
     magnitude = (1 << (kind.exponent_bits + kind.mantissa_bits)) - 1
     highest = np.zeros_like(bits[0])
@@ -335,6 +336,7 @@ def _largest(bits, kind):
 
 @_compiled
 def _escape_non_finite(bits, kind, symbols):
+    never_inline()
     tokens, channels = bits.shape
     infinity = _float_bits_limit(kind)
     for t in range(tokens):
@@ -352,6 +354,7 @@ def _rounded_mean(total, scale):
 @_compiled
 def _fill_base(base, param, rotary, cos, sin, t):
     """base[t, c] of one token."""
+    never_inline()
     if not rotary:
         for c in range(len(base)):
             base[c] = param[c] << fmt.MEAN_BITS
@@ -368,6 +371,7 @@ def _fill_base(base, param, rotary, cos, sin, t):
 @_compiled
 def _uniform_symbols(bits, kind, alpha, dead_zone, rotary, cos, sin, symbols, param):
     """Returns the step, 0 where the range of the stripe is beyond UNIFORM; and whether rotary."""
+    never_inline()
     tokens, channels = bits.shape
     pattern, all_finite = _largest(bits, kind)
     value = np.empty(channels, np.float32)
@@ -443,6 +447,7 @@ def _uniform_symbols(bits, kind, alpha, dead_zone, rotary, cos, sin, symbols, pa
 
 @_compiled
 def _token_max_symbols(bits, kind, max_code, symbols, param, maxima):
+    never_inline()
     tokens, channels = bits.shape
     value = np.empty(channels, np.float32)
     sums = np.zeros(channels, np.int32)
@@ -473,6 +478,7 @@ def _token_max_symbols(bits, kind, max_code, symbols, param, maxima):
 @_compiled
 def _lossless_symbols(bits, kind, symbols, param, used):
     """used: set to the disjunction of each channel's bit patterns."""
+    never_inline()
     tokens, channels = bits.shape
     top_field = (1 << kind.exponent_bits) - 1
     limit = top_field if kind.escapes_top else top_field + 1
@@ -507,6 +513,7 @@ def _lossless_symbols(bits, kind, symbols, param, used):
 @_compiled
 def _choose(symbols, tables, constant, raw_cost, index):
     """Index of each channel; constant: bool [C], raw_cost: that of a channel as it is."""
+    never_inline()
     tokens, channels = symbols.shape
     histogram = np.empty((_TILE, 256), np.int32)
     cost = np.empty(TABLES, np.int32)
@@ -539,6 +546,7 @@ def _choose(symbols, tables, constant, raw_cost, index):
 @_compiled
 def _collect_escapes(symbols, index, tables, positions):
     """Turn symbols without a frequency into escapes; positions of all escapes, and their number."""
+    never_inline()
     tokens, channels = symbols.shape
     low = np.zeros(channels, np.uint8)
     high = np.full(channels, 255, np.uint8)
@@ -564,6 +572,7 @@ def _collect_escapes(symbols, index, tables, positions):
 @_compiled
 def _sort_channels(index, order):
     """order: the channels by index, stably. Returns how many are coded, and constant."""
+    never_inline()
     start = np.zeros(RAW_CHANNEL + 2, np.int64)
     for c in range(len(index)):
         start[index[c] + 1] += 1
@@ -579,6 +588,7 @@ def _sort_channels(index, order):
 @_compiled
 def _encode_segment(symbols, order, index, first, coded, tables, compress, state, words):
     """Code positions first to first + SEGMENT; returns where in *words* the stream begins."""
+    never_inline()
     tokens, channels = symbols.shape
     flat = symbols.reshape(-1)
     positions = min(SEGMENT, coded - first)
@@ -602,6 +612,7 @@ def _encode_segment(symbols, order, index, first, coded, tables, compress, state
 @_compiled
 def _write_planes(bits, kind, left_out, order, coded, out, offsets):
     """The mantissas as byte planes, without those of the mask *left_out*, and bit planes."""
+    never_inline()
     tokens = bits.shape[0]
     planes = kind.mantissa_bits // 8
     rest_bits = kind.mantissa_bits % 8
@@ -638,6 +649,7 @@ def _write_planes(bits, kind, left_out, order, coded, out, offsets):
 @_compiled
 def _encode_stripe(bits, plan, kind, lossy, lossless, compress, scratch, cos, sin, out, start):
     """Write the section of bits [T, C] to out[start:]; returns its end."""
+    never_inline()
     tokens, channels = bits.shape
     itemsize = kind.itemsize
     symbols = scratch.symbols[: tokens * channels].reshape(tokens, channels)
@@ -778,21 +790,12 @@ def _encode_stripe(bits, plan, kind, lossy, lossless, compress, scratch, cos, si
 
 
 @_compiled
-def _encode_stripes(bits, plan, kind, lossy, lossless, compress, scratch, cos, sin, out, ends):
-    end = 0
-    for i in range(len(bits)):
-        end = _encode_stripe(
-            bits[i], plan[i], kind, lossy, lossless, compress, scratch, cos, sin, out, end
-        )
-        ends[i] = end
-
-
-@_compiled
 def _decode_segment(
     data, count_at, states_at, source, segment, coded, order, index, tables, spread, scratch,
     stride, tokens,
 ):  # fmt: skip
     """Decode the symbols of a segment, whose words begin at *source*. Returns words, or -error."""
+    never_inline()
     count = _read(data, count_at, 4)
     scratch.words[:count] = data[source : source + 2 * count].view(np.uint16)
     scratch.words[count : count + vec.WORD_SLACK] = 0
@@ -825,6 +828,7 @@ def _decode_segment(
 @_compiled
 def _decode_stripe(data, bits, kind, lossy, lossless, spread, scratch, cos, sin):
     """Decode one section to bits [T, C]. Returns 0 or an error."""
+    never_inline()
     tokens, channels = bits.shape
     itemsize = kind.itemsize
     mode, aux = np.int64(data[0]), np.int64(data[1])
@@ -935,6 +939,7 @@ def _decode_stripe(data, bits, kind, lossy, lossless, spread, scratch, cos, sin)
 
 @_compiled
 def _restore_values(data, offsets, mode, aux, step, kind, symbols, param, slot, cos, sin, bits):
+    never_inline()
     tokens, channels = bits.shape
     value = np.empty(channels, np.float32)
     base = np.empty(channels, np.int32)
@@ -964,6 +969,7 @@ def _restore_values(data, offsets, mode, aux, step, kind, symbols, param, slot, 
 def _restore_lossless(
     data, offsets, left_out, kind, symbols, param, order, slot, coded, constants, bits
 ):
+    never_inline()
     tokens, channels = bits.shape
     planes = kind.mantissa_bits // 8
     rest_bits = kind.mantissa_bits % 8
@@ -1003,12 +1009,43 @@ def _restore_lossless(
             target[c] = placed_bits[slot[c]]
 
 
-@_compiled
-def _decode_stripes(addresses, lengths, bits, kind, lossy, lossless, spread, scratch, cos, sin):
-    """Returns 0, or 16 * stripe + error."""
-    for i in range(len(bits)):
-        data = numba.carray(array_at(addresses[i]), (lengths[i],), np.uint8)
-        error = _decode_stripe(data, bits[i], kind, lossy, lossless, spread, scratch, cos, sin)
-        if error:
-            return 16 * i + error
-    return 0
+def _sources() -> str:
+    """A digest of everything that the compiled code is made of: numba's own cache looks only at the
+    file of a function, and would keep code with the constants of an older format."""
+    digest = hashlib.sha256()
+    for module in (fmt, vec):
+        digest.update(Path(module.__file__).read_bytes())
+    digest.update(Path(__file__).read_bytes())
+    return digest.hexdigest()
+
+
+def _entry_points(sources):
+    """The functions called from Python; *sources* becomes a part of their keys in numba's cache."""
+    cached = njit(nogil=True, cache=True, error_model="numpy", no_cfunc_wrapper=True)
+
+    @cached
+    def encode_stripes(bits, plan, kind, lossy, lossless, compress, scratch, cos, sin, out, ends):
+        """Sections of all stripes to *out*, one after another; where each ends."""
+        _ = sources
+        end = np.int64(0)
+        for i in range(len(bits)):
+            end = _encode_stripe(
+                bits[i], plan[i], kind, lossy, lossless, compress, scratch, cos, sin, out, end
+            )
+            ends[i] = end
+
+    @cached
+    def decode_stripes(addresses, lengths, bits, kind, lossy, lossless, spread, scratch, cos, sin):
+        """Returns 0, or 16 * stripe + error."""
+        _ = sources
+        for i in range(len(bits)):
+            data = numba.carray(array_at(addresses[i]), (lengths[i],), np.uint8)
+            error = _decode_stripe(data, bits[i], kind, lossy, lossless, spread, scratch, cos, sin)
+            if error:
+                return 16 * i + error
+        return 0
+
+    return encode_stripes, decode_stripes
+
+
+_encode_stripes, _decode_stripes = _entry_points(_sources())
