@@ -17,7 +17,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # One thread: the models are tiny, and barriers between two cost more than they save.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0")
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 BLOCK = 32
 CHUNK = 64

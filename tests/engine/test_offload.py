@@ -7,23 +7,24 @@ import pytest
 from tests.engine import gates
 from tests.engine.conftest import BLOCK, CHUNK, prompt, running_engine
 
+CHUNKS = 4
 MEMORY = {"type": "memory", "bytes": "64MiB"}
 
 
 @pytest.mark.parametrize("codec", [{"codec": "raw"}, {"codec": "cachegen", "level": "lossless"}])
 def test_a_losslessly_restored_prefix_gives_exactly_what_a_local_hit_gives(llama, codec):
     with running_engine(llama, {**codec, "stores": [MEMORY]}) as engine:
-        text = prompt(4 * CHUNK + BLOCK // 2)
+        text = prompt(CHUNKS * CHUNK + BLOCK // 2)
         cold = engine.generate(text)[0]
         local = engine.generate(text)[0]
         engine.settle()
         engine.forget_local()
         restored = engine.generate(text)[0]
-        assert (cold.cached, local.cached, restored.cached) == (0, 4 * CHUNK, 4 * CHUNK)
+        assert (cold.cached, local.cached, restored.cached) == (0, CHUNKS * CHUNK, CHUNKS * CHUNK)
         assert restored.tokens == local.tokens
         assert restored.logprobs == local.logprobs
         metrics = engine.metrics()
-        assert metrics["stored_chunks"] == metrics["loaded_chunks"] == 4
+        assert metrics["stored_chunks"] == metrics["loaded_chunks"] == CHUNKS
         assert metrics["stored_raw_bytes"] == metrics["loaded_raw_bytes"]
         assert metrics["compression_ratio"] == pytest.approx(
             metrics["stored_raw_bytes"] / metrics["stored_blob_bytes"]
@@ -42,14 +43,14 @@ def test_chunks_survive_a_restart_on_disk_and_other_weights_share_nothing(
 
     disk = {"type": "disk", "path": str(tmp_path / "store"), "bytes": "64MiB"}
     offload = {"codec": "raw", "stores": [MEMORY, disk]}
-    text = prompt(4 * CHUNK + BLOCK // 2)
+    text = prompt(CHUNKS * CHUNK + BLOCK // 2)
     with running_engine(llama, offload) as engine:
         engine.generate(text)
         local = engine.generate(text)[0]
         engine.settle()
     with running_engine(llama, offload) as engine:
         restored = engine.generate(text)[0]
-        assert restored.cached == 4 * CHUNK
+        assert restored.cached == CHUNKS * CHUNK
         assert (restored.tokens, restored.logprobs) == (local.tokens, local.logprobs)
     # Other weights under the very same path.
     tiny_llama(tmp_path_factory.mktemp("other"), seed=1)
@@ -146,7 +147,7 @@ def test_an_aborted_request_does_not_disturb_the_one_after_it(llama):
     gates.register()
     offload = {"codec": "raw", "stores": [{"type": "gated", "bytes": "64MiB"}]}
     with running_engine(llama, offload) as engine:
-        text = prompt(4 * CHUNK + BLOCK // 2)
+        text = prompt(CHUNKS * CHUNK + BLOCK // 2)
         engine.generate(text)
         local = engine.generate(text)[0]
         engine.settle()
@@ -165,22 +166,24 @@ def test_an_aborted_request_does_not_disturb_the_one_after_it(llama):
         engine.settle()
         assert not engine.worker._load_jobs
         restored = engine.generate(text)[0]
-        assert restored.cached == 4 * CHUNK
+        assert restored.cached == CHUNKS * CHUNK
         assert (restored.tokens, restored.logprobs) == (local.tokens, local.logprobs)
 
 
 def test_a_reset_that_includes_the_connector_forgets_what_every_store_holds(llama, tmp_path):
     disk = {"type": "disk", "path": str(tmp_path), "bytes": "64MiB"}
     with running_engine(llama, {"codec": "raw", "stores": [MEMORY, disk]}) as engine:
-        text = prompt(4 * CHUNK + 5)
+        text = prompt(CHUNKS * CHUNK + 5)
         engine.generate(text)
         engine.settle()
         assert engine.llm.reset_prefix_cache(reset_connector=True)
         assert engine.generate(text)[0].cached == 0
         engine.settle()
-        assert all(store.stats().entries == 4 for store in engine.worker._stores.stores)
+        for store in engine.worker._stores.stores:
+            store.refresh()
+            assert store.stats().entries == CHUNKS
         engine.forget_local()
-        assert engine.generate(text)[0].cached == 4 * CHUNK
+        assert engine.generate(text)[0].cached == CHUNKS * CHUNK
     # The chunks of the earlier epoch are gone from the disk, not merely out of sight.
     with running_engine(llama, {"codec": "raw", "stores": [disk]}) as engine:
         assert engine.generate(text)[0].cached == 0

@@ -221,7 +221,9 @@ class ChunkWorker(OffloadingWorker):
             self._epoch = epoch
             self._staged.clear()
         for store in self._stores.stores:
-            if not store.shared:
+            if store.shared:  # the scheduler has removed there what belongs to the old epoch
+                self._encoders.submit(store.refresh)
+            else:
                 store.clear()
 
     def take_report(self) -> WorkerReport:

@@ -104,10 +104,10 @@ class Store(ABC):
     def stats(self) -> StoreStats:
         """Counters and sizes; does no I/O."""
 
-    def refresh(self) -> None:
+    def refresh(self) -> None:  # noqa: B027
         """Learn what other processes have stored and removed. May raise StoreError."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Release what the store holds open. What is shared stays."""
 
 
