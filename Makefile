@@ -5,6 +5,7 @@
 
 DEVICE ?= cpu
 ARGS ?=
+BENCH ?= $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
 export PYTHON
 
 RUN := .venv/bin/python
@@ -34,8 +35,11 @@ test: setup ## the tests, without those that take minutes
 test-all: setup ## all tests
 	@$(RUN) -m pytest -q --durations=15 $(ARGS)
 
-bench: setup ## all benchmarks
-	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(RUN) $$script $(ARGS) || exit 1; done
+bench: setup ## all benchmarks, or BENCH="name ..."; figures go to .cache/bench too
+	@mkdir -p .cache/bench; for name in $(BENCH); do \
+		echo "== $$name"; \
+		$(RUN) benchmarks/$$name.py --json .cache/bench/$$name.json $(ARGS) || exit 1; \
+	done
 
 lint: setup ## ruff
 	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check .

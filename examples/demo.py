@@ -104,6 +104,8 @@ class Server:
         env = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            # One request at a time: the front end needs no core of its own while the model works.
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             # The endpoint that empties vLLM's own prefix cache is one for development.
@@ -330,13 +332,13 @@ def run(codec: str, level: str | None, store: Path) -> Run:
     with Server(codec, level, store, log.with_suffix(".1.log")) as server:
         same, half = make_prompts(server)
         server.ask("Say hello.", salt="warm-up")
-        say("the first prompt, cold")
+        say("the first prompt, cold: all of it is computed")
         cold = server.ask(same)
         raw, stored = wait_until_stored(server, cold.prompt_tokens // CHUNK_TOKENS)
         say("the same prompt, and one that shares its first half, from vLLM's own cache")
         first = Case(cold, server.ask(same))
         own = server.ask(half)
-        say("the second prompt, cold")
+        say("the second prompt, cold: kept from every cache")
         second = Case(server.ask(half, salt="cold"), own)
     with Server(codec, level, store, log.with_suffix(".2.log")) as server:
         server.ask("Say hello.", salt="warm-up")
