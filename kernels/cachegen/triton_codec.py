@@ -35,10 +35,10 @@ _STATUS = {
 class Blocks:
     """Block sizes of the kernels; any power of two gives the same bytes.
 
-    rows: tokens of a tile, at most 32; columns: channels of a tile; sums: channels of a tile that a
-    program takes through all tokens; tables: channels whose tables a program chooses; line: elements
-    of everything that has one dimension; streams: programs that copy one segment or the exceptions
-    of one stripe.
+    rows: tokens of a tile, at most 32; columns: channels of a tile; sums: channels of a tile that
+    a program takes through all tokens; tables: channels whose tables a program chooses; line:
+    elements of everything that has one dimension; streams: programs that copy one segment or the
+    exceptions of one stripe.
     """
 
     rows: int = 8
@@ -55,9 +55,10 @@ BLOCKS = Blocks()
 def encode(
     kv: torch.Tensor, quantisers: Sequence[fmt.Quantiser], turns: np.ndarray | None = None
 ) -> list[memoryview]:
-    """Sections of contiguous ``kv[stripes, tokens, channels]`` in host memory; a quantiser a stripe.
+    """Sections, in host memory, of contiguous ``kv[stripes, tokens, channels]``.
 
-    turns: rotary frequencies uint32 [D / 2] of heads of D channels, or None.
+    quantisers: one a stripe; turns: rotary frequencies uint32 [D / 2] of heads of D channels, or
+    None.
     """
     with torch.cuda.device_of(kv):
         return _encode(kv, quantisers, turns)
@@ -208,7 +209,7 @@ def _encode(kv, quantisers, turns):
         quantise.lossless_symbols[by_sums](
             bits, modes, params, used, symbols, tokens, channels, ITEMSIZE=size,
             EXPONENT_BITS=d.exponent_bits, MANTISSA_BITS=d.mantissa_bits,
-            ESCAPES_TOP=d.escapes_top, BLOCK_T=BLOCKS.rows, BLOCK_C=BLOCKS.sums,
+            ESCAPES_TOP=d.escapes_top, BLOCK_T=BLOCKS.rows, BLOCK_C=BLOCKS.sums, **EXACT,
         )  # fmt: skip
 
     index = torch.empty(stripes, channels, dtype=torch.uint8, device=device)
@@ -216,11 +217,12 @@ def _encode(kv, quantisers, turns):
         symbols, modes, used, layout.cost_rows(size, device), index, tokens, channels,
         RAW_COST=8 * size * fmt.COST_UNIT,
         RAW_COST_LOSSLESS=(8 * size - d.mantissa_bits) * fmt.COST_UNIT, BLOCK_C=BLOCKS.tables,
+        **EXACT,
     )  # fmt: skip
     flags = layout.escape_flags(device)
     ends = torch.empty(stripes, tokens, dtype=torch.int64, device=device)
     layout.count_escapes[stripes * tokens,](
-        symbols, index, modes, flags, ends, tokens, channels, BLOCK=BLOCKS.line
+        symbols, index, modes, flags, ends, tokens, channels, BLOCK=BLOCKS.line, **EXACT
     )
     ends = ends.cumsum(1)
     ascending, order, coded = _sort(index)
@@ -231,7 +233,7 @@ def _encode(kv, quantisers, turns):
     states = torch.empty(stripes, segments, fmt.LANES, dtype=torch.int32, device=device)
     lanes.encode_segments[stripes, segments](
         symbols, order, ascending, coded, modes, *lanes.encode_entries(device), words, counts,
-        states, tokens, channels, segments, num_warps=1,
+        states, tokens, channels, segments, **lanes.ONE_WARP,
     )  # fmt: skip
 
     # Channels without a parameter of their own get the smallest of the others.
@@ -338,29 +340,29 @@ def _write_parts(
     segments, capacity = words.shape[1:]
     packed = triton.cdiv(channels * 16, 32 * BLOCKS.line)
     layout.pack_channels[stripes, packed](
-        index_above, params_above, plans, views[4], channels, BLOCK=BLOCKS.line
+        index_above, params_above, plans, views[4], channels, BLOCK=BLOCKS.line, **EXACT
     )
     layout.write_words[stripes * segments, BLOCKS.streams](
         words, counts, states, starts, plans, views[2], views[4], segments, capacity,
-        BLOCK=BLOCKS.line,
+        BLOCK=BLOCKS.line, **EXACT,
     )  # fmt: skip
     if fmt.TOKEN_MAX in kinds:
         layout.write_maxima[stripes, triton.cdiv(tokens, BLOCKS.line)](
             maxima.view(torch.float32), plans, items, tokens, CODE=d.code, ITEMSIZE=size,
-            MAX_FINITE=d.max_finite, BLOCK=BLOCKS.line,
+            MAX_FINITE=d.max_finite, BLOCK=BLOCKS.line, **EXACT,
         )  # fmt: skip
     if kinds & {fmt.LOSSLESS, fmt.UNIFORM}:
         grid = stripes, triton.cdiv(tokens, 8), triton.cdiv(channels, BLOCKS.columns)
         layout.write_planes[grid](
             bits, order, plans, out, tokens, channels, ITEMSIZE=size,
-            MANTISSA_BITS=d.mantissa_bits, BLOCK=BLOCKS.columns,
+            MANTISSA_BITS=d.mantissa_bits, BLOCK=BLOCKS.columns, **EXACT,
         )  # fmt: skip
     layout.write_raw_channels[stripes, channels](
-        bits, order, plans, items, tokens, channels, ITEMSIZE=size, BLOCK=BLOCKS.line
+        bits, order, plans, items, tokens, channels, ITEMSIZE=size, BLOCK=BLOCKS.line, **EXACT
     )
     layout.write_escapes[stripes * tokens,](
         symbols, index, flags, ends, plans, bits, views[4], items, tokens, channels,
-        ITEMSIZE=size, BLOCK=BLOCKS.line,
+        ITEMSIZE=size, BLOCK=BLOCKS.line, **EXACT,
     )  # fmt: skip
 
 
@@ -442,7 +444,13 @@ def _decode(sections, out, turns):
             )  # fmt: skip
     index, params = torch.zeros(2, stripes, channels, dtype=torch.int32, device=device)
     layout.unpack_channels[stripes, triton.cdiv(channels, BLOCKS.line)](
-        data, torch.from_numpy(plans).to(device), index, params, channels, BLOCK=BLOCKS.line
+        data,
+        torch.from_numpy(plans).to(device),
+        index,
+        params,
+        channels,
+        BLOCK=BLOCKS.line,
+        **EXACT,
     )
     ascending, order, coded = _sort(index)
     raw = (index == fmt.RAW_CHANNEL).sum(1)
@@ -493,7 +501,7 @@ def _decode(sections, out, turns):
     lanes.decode_segments[stripes, segments](
         views[2], upload(word_at), upload(counts), upload(states.view(np.int32)), ascending, coded,
         modes, lanes.decode_entries(device), symbols, status, tokens, channels, segments,
-        num_warps=1,
+        **lanes.ONE_WARP,
     )  # fmt: skip
     slot = torch.empty(stripes, channels, dtype=torch.int32, device=device)
     places = torch.arange(channels, dtype=torch.int32, device=device).expand(stripes, channels)
@@ -512,12 +520,13 @@ def _decode(sections, out, turns):
         quantise.restore_lossless[grid](
             symbols, slot, plan, params, data, views[size], bits, tokens, channels, ITEMSIZE=size,
             EXPONENT_BITS=d.exponent_bits, MANTISSA_BITS=d.mantissa_bits, BLOCK_C=BLOCKS.columns,
+            **EXACT,
         )  # fmt: skip
     misplaced = torch.zeros(stripes, dtype=torch.int32, device=device)
     if any(f is not None and f.exceptions for f in fields):
         layout.restore_escapes[stripes, BLOCKS.streams](
             views[4], views[size], plan, bits, misplaced, tokens, channels, ITEMSIZE=size,
-            BLOCK=BLOCKS.line,
+            BLOCK=BLOCKS.line, **EXACT,
         )  # fmt: skip
     worst = torch.stack([status.amax(), misplaced.amax()]).tolist()
     if worst[0]:

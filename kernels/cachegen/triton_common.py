@@ -1,8 +1,7 @@
 """What the Triton kernels share: constants as ``constexpr``, bit patterns and their floats.
 
 Kernels see tensors as bit patterns: uint8, int16 or int32, widened to int32 without their sign.
-Float arithmetic must round each operation on its own, so every launch that has any passes
-``EXACT``.
+Float arithmetic must round each operation on its own, so every launch passes ``EXACT``.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from . import format as fmt
 from .triton_common import (
+    EXACT,
     LANES,
     LOSSLESS,
     PROB_BITS,
@@ -20,6 +21,7 @@ from .triton_common import (
     rank_of,
 )
 
+ONE_WARP = {"num_warps": 1, **EXACT}
 STATE_OUT_OF_RANGE, WORDS_MISMATCH = 1, 2
 _OUT_OF_RANGE = tl.constexpr(STATE_OUT_OF_RANGE)
 _MISMATCH = tl.constexpr(WORDS_MISMATCH)

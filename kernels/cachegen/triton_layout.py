@@ -90,7 +90,7 @@ def choose_tables(
     column = symbols_ptr + stripe * tokens * channels + c
     total = tl.zeros([BLOCK_C, COSTS_WIDTH], tl.int32)
     differs = tl.zeros([BLOCK_C], tl.int32)
-    for _ in range(tokens):
+    for _ in tl.range(0, tokens, loop_unroll_factor=4):
         symbol = tl.load(column, mask=c < channels, other=0).to(tl.int32)
         total += tl.load(costs + symbol[:, None] * COSTS_WIDTH)
         differs |= symbol ^ CENTRE

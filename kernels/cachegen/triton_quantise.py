@@ -119,7 +119,8 @@ def uniform_sums(
         fixed = rint(value * scale).to(tl.int32)
         sums += tl.sum(fixed, 0).to(tl.int64)
         squares += tl.sum(fixed * fixed, 0).to(tl.int64)
-        if TURNED:
+        # One condition is known when compiling, the other is not: the compiler wants them apart.
+        if TURNED:  # noqa: SIM102
             if rotary != 0:
                 value, _ = _finite_values(row + other[None, :], mask, CODE, ITEMSIZE, INFINITY)
                 cos, sin = turn_of(t, turn, cosine_ptr, mask)
@@ -139,7 +140,7 @@ def _means(
     """base int32 [T, C] of tokens t [T, 1] and channels c [C]; params_ptr: those of the stripe."""
     param = tl.load(params_ptr + c, mask=c < channels, other=0)[None, :]
     base = tl.where(mask, param << MEAN_BITS, 0)
-    if TURNED:
+    if TURNED:  # noqa: SIM102
         if rotary != 0:
             i, other, sign = pair_of(c, half)
             turn = tl.load(turns_ptr + i, mask=c < channels, other=0)[None, :]
@@ -277,9 +278,9 @@ def lossless_symbols(
     flip = (2 * negative > count).to(tl.int32)
     top = (2 * total + count) // tl.maximum(2 * count, 1) + TOP_ABOVE_MEAN
     top = tl.where(count > 0, top, 0)
-    at = stripe * channels + c
-    tl.store(params_ptr + at, 2 * top + flip, mask=c < channels)
-    tl.store(used_ptr + at, tl.reduce_or(used, 0), mask=c < channels)
+    channel = stripe * channels + c
+    tl.store(params_ptr + channel, 2 * top + flip, mask=c < channels)
+    tl.store(used_ptr + channel, tl.reduce_or(used, 0), mask=c < channels)
     for start in range(0, tokens, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)[:, None]
         mask = (t < tokens) & (c < channels)[None, :]

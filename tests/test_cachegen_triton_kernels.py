@@ -1,0 +1,195 @@
+"""The Triton kernels against the reference: the same bytes, and each decodes the other's.
+
+On a GPU where there is one, else under Triton's interpreter, which has to be chosen before triton
+is imported: ``test_cachegen_triton.py`` runs this file in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("run by test_cachegen_triton.py", allow_module_level=True)
+
+from vllm_kvcompress.codecs import create_codec
+from vllm_kvcompress.codecs.container import MalformedBlob
+from vllm_kvcompress.kernels.cachegen import ENVIRONMENT, reference, triton_codec
+from vllm_kvcompress.kernels.cachegen import format as fmt
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+ALL_DTYPES = [getattr(torch, name) for name in fmt.DTYPES]
+WIDE_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """The interpreter's time goes by operations, not by elements."""
+    if DEVICE == "cpu":
+        blocks = triton_codec.Blocks(rows=16, columns=64, sums=64, tables=64, line=64, streams=2)
+        monkeypatch.setattr(triton_codec, "BLOCKS", blocks)
+
+
+def plain(stripes, tokens, channels, seed=0):
+    """float32 values with a mean and a spread of their own in each channel."""
+    g = torch.Generator().manual_seed(seed)
+    spread = torch.randn(stripes, 1, channels, generator=g).exp()
+    mean = 3 * torch.randn(stripes, 1, channels, generator=g)
+    return mean + spread * torch.randn(stripes, tokens, channels, generator=g)
+
+
+def rotated(layers, tokens, heads, size, seed=0):
+    """float32 [layers, 2, tokens, heads, size]; K turns with the position."""
+    g = torch.Generator().manual_seed(seed)
+    kv = 0.3 * torch.randn(layers, 2, tokens, heads, size, generator=g)
+    turn = 10000.0 ** -(torch.arange(size // 2) * 2 / size)
+    angle = torch.arange(tokens)[:, None] * turn + 2 * torch.randn(size // 2, generator=g)
+    kv[:, 0, :, :, : size // 2] += 3 * angle.cos()[:, None]
+    kv[:, 0, :, :, size // 2 :] += 3 * angle.sin()[:, None]
+    return kv
+
+
+def bits_of(tensor):
+    return tensor.cpu().contiguous().view(BITS[tensor.element_size()])
+
+
+def check(x, quantisers, turns=None):
+    """Sections of x: equal from both, and decoded by the Triton kernels as by the reference."""
+    expected = reference.encode(x, quantisers, turns)
+    sections = [bytes(s) for s in triton_codec.encode(x.to(DEVICE), quantisers, turns)]
+    assert [len(s) for s in sections] == [len(s) for s in expected]
+    assert sections == expected
+    truth = torch.empty_like(x)
+    reference.decode(expected, truth, turns)
+    out = torch.full_like(x, 1, device=DEVICE)
+    triton_codec.decode(expected, out, turns)
+    assert torch.equal(bits_of(out), bits_of(truth))
+    return sections
+
+
+def quantisers_of(level, stripes):
+    return [fmt.quantiser(level, stripes, 0, i % 2) for i in range(stripes)]
+
+
+@pytest.mark.parametrize("level", fmt.LEVELS)
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+def test_codec(dtype, level, monkeypatch):
+    if dtype.itemsize == 1 and level not in ("lossless", "high"):
+        pytest.skip("FP8 is coded without loss at every level")
+    kv = rotated(1, 33, 1, 16).to(dtype)
+    codec = create_codec("cachegen", level=level)
+    monkeypatch.setenv(ENVIRONMENT, "cpu")
+    expected = codec.encode(kv)
+    truth = codec.decode(expected)
+    monkeypatch.setenv(ENVIRONMENT, "triton")
+    blob = codec.encode(kv.to(DEVICE))
+    assert blob == expected
+    out = codec.decode(expected, device=DEVICE)
+    assert out.device.type == DEVICE
+    assert torch.equal(bits_of(out), bits_of(truth))
+    if dtype.itemsize == 1 or level == "lossless":
+        assert torch.equal(bits_of(out), bits_of(kv))
+
+
+@pytest.mark.parametrize("dtype", WIDE_DTYPES, ids=str)
+def test_rotary_means(dtype):
+    kv = rotated(2, 20, 2, 8)
+    x = kv.reshape(4, 20, 16).to(dtype)
+    turns = (10000.0 ** -(np.arange(4) / 4) / (2 * np.pi) * 2**32).astype(np.uint32)
+    sections = check(x, quantisers_of("high", 4), turns)
+    assert [s[0] for s in sections] == [fmt.UNIFORM] * 4
+    assert [s[1] for s in sections] == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("level", ["lossless", "high", "paper"])
+@pytest.mark.parametrize("tokens, channels", [(1, 5), (2, 300), (9, 33)])
+def test_shapes(tokens, channels, level):
+    x = plain(2, tokens, channels).to(torch.bfloat16)
+    check(x, quantisers_of(level, 2))
+
+
+@pytest.mark.parametrize("level", ["lossless", "high", "paper"])
+@pytest.mark.parametrize("dtype", WIDE_DTYPES, ids=str)
+def test_odd_values(dtype, level):
+    x = plain(3, 11, 24).to(dtype)
+    x[0, :, 3] = 0
+    x[0, :, 4] = 1.5
+    x[0, 2, 5:9] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
+    x[0, :, 10] = torch.inf
+    x[0, 7] = torch.nan
+    x[1] = 0
+    x[2] = -2.25
+    x[2, 4, 4] = torch.finfo(dtype).max / 2
+    check(x, quantisers_of(level, 3))
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+def test_any_bits(dtype):
+    """Random patterns: subnormals, NaN, channels kept as they are, whole stripes too."""
+    g = torch.Generator().manual_seed(1)
+    top = 8 * dtype.itemsize - 1
+    bits = torch.randint(-(1 << top), 1 << top, (2, 12, 20), generator=g)
+    x = bits.to(torch.int64).to({1: torch.int8, 2: torch.int16, 4: torch.int32}[dtype.itemsize])
+    x = x.view(dtype)
+    if dtype.itemsize > 1:
+        x[1, :, 4:] = plain(1, 12, 16)[0].to(dtype)
+    check(x, quantisers_of("lossless", 2))
+
+
+def test_several_modes_at_once():
+    """Stripes beyond UNIFORM's range fall back to LOSSLESS beside others that do not."""
+    x = plain(4, 10, 12)
+    x[1] *= 2.0**110
+    x[2] *= 2.0**-110
+    quantisers = [fmt.quantiser(level, 4, 0, 0) for level in ("high", "low", "high", "paper")]
+    sections = check(x, quantisers)
+    assert [s[0] for s in sections] == [fmt.UNIFORM, fmt.LOSSLESS, fmt.LOSSLESS, fmt.TOKEN_MAX]
+
+
+def test_low_byte_planes_left_out():
+    x = plain(1, 10, 8).to(torch.bfloat16).float()
+    sections = check(x, quantisers_of("lossless", 1))
+    assert sections[0][:2] == bytes([fmt.LOSSLESS, 3])
+
+
+@pytest.mark.parametrize("level", ["lossless", "high", "paper"])
+def test_damaged_sections(level):
+    """What the reference refuses is refused, and nothing else."""
+    x = plain(1, 6, 10).to(torch.bfloat16)
+    x[0, 1, 1] = torch.nan
+    quantisers = quantisers_of(level, 1)
+    section = reference.encode(x, quantisers)[0]
+    rng = np.random.default_rng(2)
+    damaged = [section[:-4], section + bytes(4), section[:10], b""]
+    for at in [*range(13), *rng.integers(20, len(section), 12)]:
+        mutant = bytearray(section)
+        mutant[at] ^= 1 << rng.integers(8)
+        damaged.append(bytes(mutant))
+
+    def refused(decode, section):
+        try:
+            decode([section], torch.empty_like(x, device=DEVICE))
+        except fmt.SectionError:
+            return True
+        return False
+
+    for section in damaged:
+        assert refused(triton_codec.decode, section) == refused(
+            lambda s, out: reference.decode(s, out.cpu()), section
+        )
+
+
+def test_malformed_blob(monkeypatch):
+    from vllm_kvcompress.codecs import container
+
+    monkeypatch.setenv(ENVIRONMENT, "triton")
+    kv = plain(2, 5, 8).to(torch.bfloat16).view(1, 2, 5, 1, 8)
+    codec = create_codec("cachegen", level="high")
+    header, sections = container.unpack(codec.encode(kv.to(DEVICE)))
+    sections[1] = bytes(sections[1])[:-4]
+    with pytest.raises(MalformedBlob):
+        codec.decode(container.pack(header, sections), device=DEVICE)
