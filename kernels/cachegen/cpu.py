@@ -317,8 +317,7 @@ def _largest(bits, kind):
         row = bits[t]
         for c in range(channels):
             m = row[c] & magnitude
-            if m > highest[c]:
-                highest[c] = m
+            highest[c] = m if m > highest[c] else highest[c]
     largest = np.int64(0)
     for c in range(channels):
         largest = max(largest, np.int64(highest[c]))
@@ -515,32 +514,41 @@ def _choose(symbols, tables, constant, raw_cost, index):
     """Index of each channel; constant: bool [C], raw_cost: that of a channel as it is."""
     never_inline()
     tokens, channels = symbols.shape
-    histogram = np.empty((_TILE, 256), np.int32)
+    histogram = np.zeros(_TILE * 256, np.int32)
     cost = np.empty(TABLES, np.int32)
+    lowest = np.full(channels, 255, np.uint8)
+    highest = np.zeros(channels, np.uint8)
+    for t in range(tokens):
+        row = symbols[t]
+        for c in range(channels):
+            lowest[c] = row[c] if row[c] < lowest[c] else lowest[c]
+            highest[c] = row[c] if row[c] > highest[c] else highest[c]
     for first in range(0, channels, _TILE):
         width = min(_TILE, channels - first)
-        histogram[:width] = 0
         for t in range(tokens):
-            row = symbols[t]
+            row = symbols[t, first : first + width]
             for i in range(width):
-                histogram[i, row[first + i]] += 1
+                histogram[(np.uint64(i) << np.uint64(8)) + np.uint64(row[i])] += 1
         for i in range(width):
             c = first + i
             if constant[c]:
                 index[c] = CONSTANT
+                histogram[256 * i + lowest[c]] = 0
                 continue
             cost[:] = 0
-            for s in range(256):
-                n = histogram[i, s]
+            for s in range(lowest[c], np.int64(highest[c]) + 1):
+                n = histogram[256 * i + s]
+                histogram[256 * i + s] = 0
                 if n:
                     line = tables.cost[s]
                     for k in range(TABLES):
                         cost[k] += n * line[k]
-            best = 0
+            # The number below the cost makes the first of equals the smallest.
+            best = np.int64(cost[0]) << 8
             for k in range(1, TABLES):
-                if cost[k] < cost[best]:
-                    best = k
-            index[c] = RAW_CHANNEL if np.int64(cost[best]) > raw_cost else best
+                key = np.int64(cost[k]) << 8 | k
+                best = key if key < best else best
+            index[c] = RAW_CHANNEL if best >> 8 > raw_cost else best & 255
 
 
 @_compiled
@@ -916,7 +924,8 @@ def _decode_stripe(data, bits, kind, lossy, lossless, spread, scratch, cos, sin)
     placed = coded + constants
     symbols[:, coded:placed] = tables.constant
 
-    slot = np.empty(channels, np.int32)
+    # Unsigned, so that looking up needs no test for negative ones.
+    slot = np.empty(channels, np.uint32)
     for p in range(channels):
         slot[order[p]] = p
     if mode == LOSSLESS:

@@ -268,9 +268,12 @@ def _encode_stripe(x: torch.Tensor, q: fmt.Quantiser, turns: np.ndarray | None) 
                 aux |= 1 << k
         parts.append(_padded(b"".join(byte_planes)))
         rest = mantissa[:, order] >> (8 * d.byte_planes)
-        grouped = np.zeros((-(-tokens // 8) * 8, len(order)), np.int64)
+        groups = -(-tokens // 8)
+        grouped = np.zeros((groups * 8, len(order)), np.int64)
         grouped[:tokens] = rest
-        grouped = grouped.reshape(-1, 1, 8, len(order)) >> np.arange(d.bit_planes)[:, None, None]
+        grouped = (
+            grouped.reshape(groups, 1, 8, len(order)) >> np.arange(d.bit_planes)[:, None, None]
+        )
         planes = ((grouped & 1) << np.arange(8)[:, None]).sum(2).astype(np.uint8)
         parts.append(_padded(planes.tobytes()))
     parts += [
@@ -420,7 +423,7 @@ def _decode_stripe(section: bytes, like: torch.Tensor, turns: np.ndarray | None)
         for k in range(d.byte_planes):
             if not aux >> k & 1:
                 plane = np.frombuffer(section, np.uint8, tokens * len(order), plane_at)
-                mantissa |= plane.reshape(tokens, -1).astype(np.int64) << (8 * k)
+                mantissa |= plane.reshape(tokens, len(order)).astype(np.int64) << (8 * k)
                 plane_at += tokens * len(order)
         groups = -(-tokens // 8)
         packed = np.frombuffer(section, np.uint8, groups * bit_planes * len(order), at[7])

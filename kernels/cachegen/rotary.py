@@ -17,7 +17,7 @@ from numba import njit
 from . import format as fmt
 
 _MIN_TOKENS = 32
-_MAX_LAYERS = 8
+_MAX_LAYERS = 6
 _MAX_HEADS = 2
 _FLUSH_ROWS = 32
 
@@ -31,8 +31,10 @@ def estimate_turns(keys: torch.Tensor) -> np.ndarray | None:
     layers, tokens, heads, size = keys.shape
     if tokens < _MIN_TOKENS or size % 2:
         return None
-    sample = keys[:: -(-layers // _MAX_LAYERS), :, : min(heads, _MAX_HEADS)].transpose(1, 2)
-    signals = sample.float().cpu().contiguous().numpy().reshape(-1, tokens, size)
+    sample = keys[:: -(-layers // _MAX_LAYERS), :, : min(heads, _MAX_HEADS)].cpu()
+    # In small pieces, which torch does not spread over threads.
+    rows = [head.float().numpy() for layer in sample for head in layer.unbind(1)]
+    signals = np.stack(rows)
     turns = np.empty(size // 2, np.uint32)
     _estimate(signals, turns)
     return turns
@@ -43,38 +45,46 @@ def _estimate(signals, turns):
     """Phase of each pair's autocorrelation at lags 1, 2, 4, …; each counts the next one's turns."""
     count, tokens, size = signals.shape
     half = size // 2
-    fixed = np.zeros((tokens, size), np.int32)
+    first = np.zeros((tokens, half), np.int32)
+    second = np.zeros((tokens, half), np.int32)
     lags = 0
     while 2 << lags <= tokens:
         lags += 1
     real = np.zeros((lags, half), np.int64)
     imaginary = np.zeros((lags, half), np.int64)
+    re = np.zeros(half, np.int32)
+    im = np.zeros(half, np.int32)
+    infinity = np.float32(np.inf)
     for k in range(count):
-        largest = np.float32(0)
-        for x in signals[k].flat:
-            if np.isfinite(x):
-                largest = max(largest, abs(x))
+        highest = np.zeros(size, np.float32)
+        for t in range(tokens):
+            row = signals[k, t]
+            for c in range(size):
+                x = abs(row[c])
+                highest[c] = x if x > highest[c] and x < infinity else highest[c]
+        largest = highest.max()
         if largest < fmt.SMALLEST_MAX or largest > 1 / fmt.SMALLEST_MAX:
             continue
         scale = np.float32(2.0 ** (11 - math.frexp(largest)[1]))
         for t in range(tokens):
-            for c in range(size):
-                x = signals[k, t, c]
-                fixed[t, c] = np.int32(np.rint(x * scale)) if np.isfinite(x) else 0
+            for side, target in ((0, first[t]), (half, second[t])):
+                row = signals[k, t, side : side + half]
+                for i in range(half):
+                    x = row[i] if abs(row[i]) < infinity else np.float32(0)
+                    target[i] = np.int32(np.rint(x * scale))
         for j in range(lags):
             lag = 1 << j
-            re = np.zeros(half, np.int32)
-            im = np.zeros(half, np.int32)
             for t in range(tokens - lag):
-                now, then = fixed[t], fixed[t + lag]
+                a, b, later_a, later_b = first[t], second[t], first[t + lag], second[t + lag]
                 for i in range(half):
-                    re[i] += then[i] * now[i] + then[half + i] * now[half + i]
-                    im[i] += then[half + i] * now[i] - then[i] * now[half + i]
+                    re[i] += later_a[i] * a[i] + later_b[i] * b[i]
+                    im[i] += later_b[i] * a[i] - later_a[i] * b[i]
                 if t % _FLUSH_ROWS == _FLUSH_ROWS - 1 or t == tokens - lag - 1:
-                    real[j] += re
-                    imaginary[j] += im
-                    re[:] = 0
-                    im[:] = 0
+                    for i in range(half):
+                        real[j, i] += re[i]
+                        imaginary[j, i] += im[i]
+                        re[i] = 0
+                        im[i] = 0
     for i in range(half):
         turn = 0.0
         for j in range(lags):
