@@ -27,6 +27,7 @@ import torch
 
 from vllm_kvcompress.codecs import BlobError, container, create_codec
 
+PROT_NONE = 0
 SECONDS_PER_MUTANT = 20
 MAX_DECODED_BYTES = 4 << 20
 SPARE_ADDRESS_SPACE = 256 << 20
@@ -250,38 +251,65 @@ def make_mutant(number, pools):
 
 
 class GuardedBuffer:
-    """Memory whose end is followed by a page that cannot be read."""
+    """Memory whose end is followed by a page that cannot be touched."""
 
     def __init__(self, size):
         self._size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         self._map = mmap.mmap(-1, self._size + mmap.PAGESIZE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        assert (
-            ctypes.CDLL(None).mprotect(
-                ctypes.c_void_p(address + self._size), ctypes.c_size_t(mmap.PAGESIZE), 0
-            )
-            == 0
-        )
+        protected = ctypes.c_void_p(address + self._size), ctypes.c_size_t(mmap.PAGESIZE)
+        assert ctypes.CDLL(None).mprotect(*protected, PROT_NONE) == 0
+
+    def take(self, size, alignment):
+        """The last ``size`` bytes, started where ``alignment`` allows."""
+        start = (self._size - size) // alignment * alignment
+        return memoryview(self._map)[start : start + size]
 
     def place(self, content, alignment):
-        start = (self._size - len(content)) // alignment * alignment
-        view = memoryview(self._map)[start : start + len(content)]
+        view = self.take(len(content), alignment)
         view[:] = content
         return view
 
 
-def decode_mutant(codec, blob, resealed):
+class GuardedOutput:
+    """Tensors to decode into that end before such a page and start after bytes that are checked."""
+
+    MARGIN = b"\xa5" * 4096
+
+    def __init__(self):
+        self._buffer = GuardedBuffer(len(self.MARGIN) + MAX_DECODED_BYTES)
+
+    def tensor(self, header):
+        size = header.decoded_bytes
+        # Aligned as tensors are: the margin takes up what that leaves after the end.
+        self._view = self._buffer.take(len(self.MARGIN) + size, 64)
+        self._view[: len(self.MARGIN)] = self.MARGIN
+        return torch.frombuffer(self._view[len(self.MARGIN) :], dtype=header.dtype).view(
+            header.shape
+        )
+
+    def check(self):
+        assert self._view[: len(self.MARGIN)] == self.MARGIN, "written before the tensor"
+
+
+def decode_mutant(codec, blob, resealed, output=None):
     """What became of a mutant; AssertionError if that must not be."""
     try:
-        kv = codec.decode(blob)
+        header, _ = container.unpack(blob, max_decoded_bytes=MAX_DECODED_BYTES)
+    except BlobError:
+        header = out = None
+    else:
+        out = output.tensor(header) if output else None
+    try:
+        kv = codec.decode(blob, out=out)
     except BlobError as error:
         outcome = type(error).__name__
     else:
         assert resealed, "damage was not detected"
-        header, _ = container.unpack(blob)
         assert tuple(kv.shape) == header.shape and kv.dtype == header.dtype
-        assert kv.numel() * kv.element_size() <= MAX_DECODED_BYTES
         outcome = "decoded"
+    if out is not None:
+        output.check()
     try:
         json.dumps(codec.inspect(blob))
     except BlobError:
@@ -292,10 +320,12 @@ def decode_mutant(codec, blob, resealed):
 def main(codec_name, first, count):
     pools = make_pools(codec_name)
     buffer = GuardedBuffer(8 * max(len(blob) for _, blobs in pools for blob in blobs))
-    for alignment in (1, container.SECTION_ALIGNMENT):
+    output = GuardedOutput()
+    for alignment, out in ((1, None), (container.SECTION_ALIGNMENT, output)):
         for codec, blobs in pools:
             for blob in blobs:
-                assert decode_mutant(codec, buffer.place(blob, alignment), True) == "decoded"
+                placed = buffer.place(blob, alignment)
+                assert decode_mutant(codec, placed, True, out) == "decoded"
 
     with open("/proc/self/statm") as file:
         in_use = int(file.read().split()[0]) * mmap.PAGESIZE
@@ -307,7 +337,8 @@ def main(codec_name, first, count):
         faulthandler.dump_traceback_later(SECONDS_PER_MUTANT, exit=True)
         codec, blob, resealed = make_mutant(number, pools)
         alignment = 1 if number % 5 == 0 else container.SECTION_ALIGNMENT
-        outcome = decode_mutant(codec, buffer.place(blob, alignment), resealed)
+        placed = buffer.place(blob, alignment)
+        outcome = decode_mutant(codec, placed, resealed, output if number % 3 else None)
         key = f"{'resealed' if resealed else 'plain'} {outcome}"
         outcomes[key] = outcomes.get(key, 0) + 1
     faulthandler.cancel_dump_traceback_later()
@@ -325,7 +356,7 @@ def run_fuzzer(codec_name, first, count, tmp_path):
             [sys.executable, __file__, codec_name, str(first), str(count)],
             stdout=out,
             stderr=err,
-            timeout=60 + count / 20,
+            timeout=900 + count / 10,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         ).returncode
     report = report.read_text()
