@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +36,33 @@ class LoadFailed(Exception):
 
 
 @dataclass
+class Snapshot:
+    """Copied pages ``[layers, blocks, bytes]``; on a GPU there once ``ready`` has passed."""
+
+    pages: torch.Tensor
+    ready: torch.cuda.Event | None
+
+    def wait(self) -> torch.Tensor:
+        """The pages, for work on the calling thread's stream."""
+        if self.ready is not None:
+            torch.cuda.current_stream().wait_event(self.ready)
+            self.pages.record_stream(torch.cuda.current_stream())
+        return self.pages
+
+
+_thread = threading.local()
+
+
+def beside_the_model(device: torch.device) -> AbstractContextManager[object]:
+    """Let the calling thread's work on a GPU run on a stream of its own."""
+    if device.type != "cuda":
+        return nullcontext()
+    if not hasattr(_thread, "stream"):
+        _thread.stream = torch.cuda.Stream(device)
+    return torch.cuda.stream(_thread.stream)
+
+
+@dataclass
 class CacheGroup:
     """One cache group on this worker: its layout and its layers' pages."""
 
@@ -43,8 +71,8 @@ class CacheGroup:
     pages: list[torch.Tensor]
     """Per layer ``[blocks, bytes]``, views of vLLM's own pool."""
 
-    def snapshot(self, block_ids: list[int]) -> torch.Tensor:
-        """A copy of whole blocks, ``[layers, blocks, bytes]``."""
+    def snapshot(self, block_ids: list[int]) -> Snapshot:
+        """Copy whole blocks, in the order of the model's own work on the device."""
         device = self.pages[0].device
         ids = torch.tensor(block_ids, dtype=torch.int64, device=device)
         out = torch.empty(
@@ -54,7 +82,11 @@ class CacheGroup:
         )
         for layer, pages in enumerate(self.pages):
             torch.index_select(pages, 0, ids, out=out[layer])
-        return out
+        ready = None
+        if device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
+        return Snapshot(out, ready)
 
 
 @dataclass
@@ -74,6 +106,11 @@ class _LoadJob:
     remaining: int
     raw_bytes: int = 0
     futures: list = field(default_factory=list)
+
+
+def _finish_writes(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
 
 
 def split_into_chunks(
@@ -131,7 +168,7 @@ class ChunkWorker(OffloadingWorker):
 
         self._lock = threading.Lock()
         self._epoch = b""
-        self._staged: dict[bytes, torch.Tensor] = {}  # key -> pages that wait for their encoder
+        self._staged: dict[bytes, Snapshot] = {}  # key -> what waits for its encoder
         self._staged_bytes = 0
         self._load_jobs: dict[int, _LoadJob] = {}
         self._finished: list[TransferResult] = []
@@ -172,14 +209,10 @@ class ChunkWorker(OffloadingWorker):
             if not fits:
                 self._drop(chunk.key, "staging_full")
                 continue
-            pages = chunk.group.snapshot(chunk.block_ids)
-            ready = None
-            if pages.is_cuda:
-                ready = torch.cuda.Event()
-                ready.record()
+            snapshot = chunk.group.snapshot(chunk.block_ids)
             with self._lock:
-                self._staged[chunk.key] = pages
-            self._encoders.submit(self._store, chunk, pages, ready, self._epoch)
+                self._staged[chunk.key] = snapshot
+            self._encoders.submit(self._store, chunk, snapshot, self._epoch)
         with self._lock:
             self._finished.append(TransferResult(job_id=job_id, success=True))
         return True
@@ -256,20 +289,15 @@ class ChunkWorker(OffloadingWorker):
 
     # --- on the threads ---------------------------------------------------------------------
 
-    def _store(
-        self,
-        chunk: ChunkBlocks,
-        pages: torch.Tensor,
-        ready: torch.cuda.Event | None,
-        epoch: bytes,
-    ) -> None:
+    def _store(self, chunk: ChunkBlocks, snapshot: Snapshot, epoch: bytes) -> None:
         reason = None
+        raw_bytes = snapshot.pages.numel()
         try:
-            if ready is not None:
-                ready.synchronize()
             key = rank_key(chunk.key, self._rank)
             started = time.thread_time()
-            blob = self._codec.encode(chunk.group.layout.to_kv(pages), fingerprint=key)
+            with beside_the_model(snapshot.pages.device):
+                kv = chunk.group.layout.to_kv(snapshot.wait())
+                blob = self._codec.encode(kv, fingerprint=key)
             seconds = time.thread_time() - started
             if epoch != self._epoch:
                 reason = "reset"
@@ -279,7 +307,7 @@ class ChunkWorker(OffloadingWorker):
                 with self._lock:
                     count = self._report.counters
                     count["stored_chunks", ()] += 1
-                    count["stored_raw_bytes", ()] += pages.numel()
+                    count["stored_raw_bytes", ()] += raw_bytes
                     count["stored_blob_bytes", ()] += len(blob)
                     count["encode_seconds", ()] += seconds
                     self._report.stored[chunk.key] += 1
@@ -291,8 +319,8 @@ class ChunkWorker(OffloadingWorker):
             self._log_once(reason, "encoding a chunk failed", exc_info=True)
         finally:
             with self._lock:
-                self._staged_bytes -= pages.numel()
-                if self._staged.get(chunk.key) is pages:
+                self._staged_bytes -= raw_bytes
+                if self._staged.get(chunk.key) is snapshot:
                     del self._staged[chunk.key]
             if reason is not None:
                 self._drop(chunk.key, reason)
@@ -301,7 +329,8 @@ class ChunkWorker(OffloadingWorker):
         raw_bytes = 0
         try:
             if not self._closed:
-                raw_bytes = self._load_chunk(chunk)
+                with beside_the_model(chunk.group.pages[0].device):
+                    raw_bytes = self._load_chunk(chunk)
         except LoadFailed as failure:
             self._fail(job_id, chunk.key, str(failure))
         except Exception:
@@ -315,8 +344,10 @@ class ChunkWorker(OffloadingWorker):
         with self._lock:
             staged = self._staged.get(chunk.key)
         if staged is not None:
-            for layer, place, page in self._targets(chunk, staged.shape[1]):
-                page.copy_(staged[layer, place])
+            pages = staged.wait()
+            for layer, place, page in self._targets(chunk, pages.shape[1]):
+                page.copy_(pages[layer, place])
+            _finish_writes(pages.device)
             return layout.block_bytes() * len(chunk.block_ids)
 
         key = rank_key(chunk.key, self._rank)
@@ -348,8 +379,7 @@ class ChunkWorker(OffloadingWorker):
             raise LoadFailed("foreign")
         for layer, place, page in self._targets(chunk, kv.shape[2] // layout.block_tokens):
             layout.from_kv(kv, place, layer, page)
-        if device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        _finish_writes(device)
         seconds = time.thread_time() - started
         raw_bytes = layout.block_bytes() * len(chunk.block_ids)
         with self._lock:
