@@ -1,12 +1,15 @@
 """Bytes, tables and arithmetic of the cachegen codec: the one place that knows an offset.
 
 A chunk ``[layers, 2, tokens, kv_heads, head_size]`` is coded as one *section* per (layer, K or V),
-in that order, after a *shared section*. A section codes one *stripe* ``x[tokens, channels]``,
-channels = kv_heads * head_size; it needs no other but the shared one. T and C below are its tokens
+in that order, after two shared ones. A section codes one *stripe* ``x[tokens, channels]``,
+channels = kv_heads * head_size; it needs no other but the shared ones. T and C below are its tokens
 and channels, D the head size.
 
-The shared section is empty or holds the rotary frequencies of K as D / 2 numbers u32, in units of
-2^-32 turn a token.
+The first shared section is empty or holds the rotary frequencies of K as D / 2 numbers u32, in
+units of 2^-32 turn a token. The second is empty or holds the *sinks*, tokens that are kept exactly:
+u32 their number n, 1 to MAX_SINKS; n u32 the tokens, strictly increasing; their rows
+``[stripes, n, C]`` in the tensor's dtype. Where there are sinks the stripes code other values in
+their place, which a decoder overwrites.
 
 Section layout, little-endian; every part starts on a multiple of four bytes, padded with zeros:
 
@@ -115,6 +118,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 import struct
 from dataclasses import dataclass
@@ -129,6 +133,7 @@ HEADER_BYTES = HEADER.size
 
 MAX_TOKENS = 1 << 16
 MAX_CHANNELS = (1 << 16) - 1
+MAX_SINKS = 8
 
 LANES = 32
 SEGMENT = 256
@@ -502,3 +507,27 @@ def unpack_turns(section: memoryview, head_size: int) -> np.ndarray | None:
 
 def raw_section_bytes(tokens: int, channels: int, itemsize: int) -> int:
     return HEADER_BYTES + pad4(tokens * channels * itemsize)
+
+
+def pack_sinks(sinks: list[int], rows: bytes) -> bytes:
+    """The section of the sinks. rows: the values of ``[stripes, len(sinks), C]``."""
+    if not sinks:
+        return b""
+    return np.array([len(sinks), *sinks], "<u4").tobytes() + rows
+
+
+def unpack_sinks(section: memoryview, tokens: int, row_bytes: int) -> tuple[list[int], memoryview]:
+    """The sinks and the bytes of their rows; row_bytes: those of one token in all stripes.
+
+    Raises SectionError.
+    """
+    if not len(section):
+        return [], section
+    count = int.from_bytes(section[:4], "little")
+    head = 4 + 4 * count
+    if not 1 <= count <= MAX_SINKS or len(section) != head + count * row_bytes:
+        raise SectionError("the length of the section of sinks is wrong")
+    sinks = np.frombuffer(section[4:head], "<u4").tolist()
+    if sinks[-1] >= tokens or any(a >= b for a, b in itertools.pairwise(sinks)):
+        raise SectionError("the sinks are not increasing tokens of the chunk")
+    return sinks, section[head:]

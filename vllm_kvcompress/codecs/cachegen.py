@@ -17,6 +17,7 @@ from vllm_kvcompress.codecs.container import BytesLike, Header, MalformedBlob
 from vllm_kvcompress.kernels.cachegen import format as fmt
 from vllm_kvcompress.kernels.cachegen import implementation
 from vllm_kvcompress.kernels.cachegen.rotary import estimate_turns
+from vllm_kvcompress.kernels.cachegen.sinks import cover, find_sinks
 
 _DTYPES = {getattr(torch, name): d for name, d in fmt.DTYPES.items()}
 
@@ -66,6 +67,12 @@ class CacheGenCodec(Codec):
             source = source.cpu()
         stripes = source.contiguous().view(layers * values, tokens, heads * head_size)
         turns = estimate_turns(source[:, 0]) if any(q.rotary for q in quantisers) else None
+        sinks, rows = [], b""
+        if any(q.mode == fmt.UNIFORM for q in quantisers):
+            sinks = find_sinks(source)
+        if sinks:
+            rows = stripes[:, sinks].cpu().view(torch.uint8).numpy().tobytes()
+            stripes = cover(stripes, sinks)
         header = Header(
             codec=self.name,
             level=self.level,
@@ -75,7 +82,9 @@ class CacheGenCodec(Codec):
             codec_version=fmt.CODEC_VERSION,
         )
         sections = kernels.encode(stripes, quantisers, turns)
-        return container.pack(header, [fmt.pack_turns(turns), *sections])
+        return container.pack(
+            header, [fmt.pack_turns(turns), fmt.pack_sinks(sinks, rows), *sections]
+        )
 
     def decode(
         self,
@@ -95,9 +104,14 @@ class CacheGenCodec(Codec):
         stripes = target.view(layers * values, tokens, heads * head_size)
         try:
             turns = fmt.unpack_turns(sections[0], head_size)
-            kernels.decode(sections[1:], stripes, turns)
+            row_bytes = stripes.shape[0] * stripes.shape[2] * stripes.element_size()
+            sinks, rows = fmt.unpack_sinks(sections[1], tokens, row_bytes)
+            kernels.decode(sections[2:], stripes, turns)
         except fmt.SectionError as error:
             raise MalformedBlob(str(error)) from error
+        if sinks:
+            exact = torch.frombuffer(bytearray(rows), dtype=kv.dtype)
+            stripes[:, sinks] = exact.view(stripes.shape[0], len(sinks), -1).to(stripes.device)
         return kv if direct else kv.copy_(target)
 
     def inspect(self, blob: BytesLike) -> dict[str, Any]:
@@ -121,6 +135,6 @@ class CacheGenCodec(Codec):
             raise MalformedBlob(f"cachegen does not code dtype {header.dtype}")
         if tokens > fmt.MAX_TOKENS or heads * head_size > fmt.MAX_CHANNELS:
             raise MalformedBlob(f"shape {list(header.shape)} is beyond what cachegen codes")
-        if len(sections) != 1 + layers * values:
+        if len(sections) != 2 + layers * values:
             raise MalformedBlob(f"{len(sections)} sections for {layers * values} stripes")
         return header, sections
