@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from vllm_kvcompress.kernels.cachegen import format as fmt
 from vllm_kvcompress.kernels.cachegen import triton_aot
@@ -51,8 +52,21 @@ def test_a_step_of_the_lanes_takes_one_ballot():
             assert "bar.sync" not in ptx, variant.name
 
 
-def test_kernels_under_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(KERNELS)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+def run_kernels(marker):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if not torch.cuda.is_available():
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marker]
+    run = subprocess.run(
+        [*command, str(KERNELS)], env=environment, capture_output=True, text=True, timeout=1800
+    )
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_kernels():
+    run_kernels("not slow")
+
+
+@pytest.mark.slow
+def test_kernels_in_more_cases():
+    run_kernels("slow")

@@ -6,6 +6,7 @@ is imported: ``test_cachegen_triton.py`` runs this file in a process of its own.
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import numpy as np
@@ -22,8 +23,19 @@ from vllm_kvcompress.kernels.cachegen import format as fmt
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-ALL_DTYPES = [getattr(torch, name) for name in fmt.DTYPES]
-WIDE_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+DTYPES = [getattr(torch, name) for name in fmt.DTYPES]
+
+
+def cases(*axes, quick):
+    """All combinations of the axes; slow but for those that *quick* takes."""
+    return [
+        pytest.param(*c, marks=() if quick(*c) else pytest.mark.slow, id="-".join(map(str, c)))
+        for c in itertools.product(*axes)
+    ]
+
+
+def wide_and_level(dtypes=DTYPES[:3], levels=("lossless", "high", "paper")):
+    return cases(dtypes, levels, quick=lambda d, level: d == torch.bfloat16 or level == "high")
 
 
 @pytest.fixture(autouse=True)
@@ -75,12 +87,21 @@ def quantisers_of(level, stripes):
     return [fmt.quantiser(level, stripes, 0, i % 2) for i in range(stripes)]
 
 
-@pytest.mark.parametrize("level", fmt.LEVELS)
-@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype, level", wide_and_level(levels=fmt.LEVELS))
 def test_codec(dtype, level, monkeypatch):
-    if dtype.itemsize == 1 and level not in ("lossless", "high"):
-        pytest.skip("FP8 is coded without loss at every level")
-    kv = rotated(1, 33, 1, 16).to(dtype)
+    compare_codecs(rotated(1, 9, 1, 16).to(dtype), level, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[3:], ids=str)
+def test_codec_keeps_fp8(dtype, monkeypatch):
+    compare_codecs(rotated(1, 7, 1, 16).to(dtype), "medium", monkeypatch)
+
+
+def test_codec_with_rotary_frequencies(monkeypatch):
+    compare_codecs(rotated(1, 32, 1, 16).to(torch.bfloat16), "high", monkeypatch)
+
+
+def compare_codecs(kv, level, monkeypatch):
     codec = create_codec("cachegen", level=level)
     monkeypatch.setenv(ENVIRONMENT, "cpu")
     expected = codec.encode(kv)
@@ -91,31 +112,33 @@ def test_codec(dtype, level, monkeypatch):
     out = codec.decode(expected, device=DEVICE)
     assert out.device.type == DEVICE
     assert torch.equal(bits_of(out), bits_of(truth))
-    if dtype.itemsize == 1 or level == "lossless":
+    if kv.element_size() == 1 or level == "lossless":
         assert torch.equal(bits_of(out), bits_of(kv))
 
 
-@pytest.mark.parametrize("dtype", WIDE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", cases(DTYPES[:3], quick=lambda d: d == torch.float32))
 def test_rotary_means(dtype):
-    kv = rotated(2, 20, 2, 8)
-    x = kv.reshape(4, 20, 16).to(dtype)
+    x = rotated(2, 11, 2, 8).reshape(4, 11, 16).to(dtype)
     turns = (10000.0 ** -(np.arange(4) / 4) / (2 * np.pi) * 2**32).astype(np.uint32)
     sections = check(x, quantisers_of("high", 4), turns)
     assert [s[0] for s in sections] == [fmt.UNIFORM] * 4
     assert [s[1] for s in sections] == [1, 0, 1, 0]
 
 
-@pytest.mark.parametrize("level", ["lossless", "high", "paper"])
-@pytest.mark.parametrize("tokens, channels", [(1, 5), (2, 300), (9, 33)])
-def test_shapes(tokens, channels, level):
+@pytest.mark.parametrize(
+    "level, tokens, channels",
+    cases(
+        ("lossless", "high", "paper"), (1, 2), (5, 300), quick=lambda _, t, c: (t == 2) == (c > 5)
+    ),
+)
+def test_shapes(level, tokens, channels):
     x = plain(2, tokens, channels).to(torch.bfloat16)
     check(x, quantisers_of(level, 2))
 
 
-@pytest.mark.parametrize("level", ["lossless", "high", "paper"])
-@pytest.mark.parametrize("dtype", WIDE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype, level", wide_and_level())
 def test_odd_values(dtype, level):
-    x = plain(3, 11, 24).to(dtype)
+    x = plain(3, 8, 24).to(dtype)
     x[0, :, 3] = 0
     x[0, :, 4] = 1.5
     x[0, 2, 5:9] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
@@ -127,7 +150,9 @@ def test_odd_values(dtype, level):
     check(x, quantisers_of(level, 3))
 
 
-@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", cases(DTYPES, quick=lambda d: d in (torch.float32, torch.float8_e5m2))
+)
 def test_any_bits(dtype):
     """Random patterns: subnormals, NaN, channels kept as they are, whole stripes too."""
     g = torch.Generator().manual_seed(1)
@@ -156,16 +181,16 @@ def test_low_byte_planes_left_out():
     assert sections[0][:2] == bytes([fmt.LOSSLESS, 3])
 
 
-@pytest.mark.parametrize("level", ["lossless", "high", "paper"])
+@pytest.mark.parametrize("level", cases(("lossless", "high", "paper"), quick="high".__eq__))
 def test_damaged_sections(level):
     """What the reference refuses is refused, and nothing else."""
-    x = plain(1, 6, 10).to(torch.bfloat16)
+    x = plain(1, 3, 10).to(torch.bfloat16)
     x[0, 1, 1] = torch.nan
     quantisers = quantisers_of(level, 1)
     section = reference.encode(x, quantisers)[0]
     rng = np.random.default_rng(2)
     damaged = [section[:-4], section + bytes(4), section[:10], b""]
-    for at in [*range(13), *rng.integers(20, len(section), 12)]:
+    for at in [*range(13), *rng.integers(20, len(section), 8)]:
         mutant = bytearray(section)
         mutant[at] ^= 1 << rng.integers(8)
         damaged.append(bytes(mutant))
@@ -190,6 +215,6 @@ def test_malformed_blob(monkeypatch):
     kv = plain(2, 5, 8).to(torch.bfloat16).view(1, 2, 5, 1, 8)
     codec = create_codec("cachegen", level="high")
     header, sections = container.unpack(codec.encode(kv.to(DEVICE)))
-    sections[1] = bytes(sections[1])[:-4]
+    sections[-1] = bytes(sections[-1])[:-4]
     with pytest.raises(MalformedBlob):
         codec.decode(container.pack(header, sections), device=DEVICE)

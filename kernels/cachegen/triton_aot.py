@@ -100,7 +100,10 @@ def variants(dtypes: tuple[str, ...] = tuple(fmt.DTYPES)) -> Iterator[Variant]:
         fields = {"EXPONENT_BITS": d.exponent_bits, "MANTISSA_BITS": d.mantissa_bits}
 
         def variant(kernel, constants, d=d, **more):
-            return Variant(f"{kernel.__name__} {d.name}", kernel, constants, d.itemsize, **more)
+            turned = " turned" if constants.get("TURNED") else ""
+            return Variant(
+                f"{kernel.__name__}{turned} {d.name}", kernel, constants, d.itemsize, **more
+            )
 
         raw = 8 * d.itemsize * fmt.COST_UNIT
         lossless_raw = raw - d.mantissa_bits * fmt.COST_UNIT
