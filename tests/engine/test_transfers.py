@@ -167,13 +167,16 @@ def config(llama):
 
     def make(**settings):
         return EngineArgs(
-            model=str(llama), skip_tokenizer_init=True, **settings
+            **{"model": str(llama), "skip_tokenizer_init": True, **settings}
         ).create_engine_config()
 
     return make
 
 
-def test_every_setting_that_changes_the_bytes_changes_the_fingerprint(config, monkeypatch):
+def test_every_setting_that_changes_the_bytes_changes_the_fingerprint(
+    config, llama, tmp_path, monkeypatch
+):
+    import shutil
     from dataclasses import replace
 
     from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -192,7 +195,13 @@ def test_every_setting_that_changes_the_bytes_changes_the_fingerprint(config, mo
     base = of()
     assert of() == base
     assert of(max_num_seqs=7, gpu_memory_utilization=0.5, max_model_len=512) == base
+    copied = shutil.copytree(llama, tmp_path / "copy")
+    assert of(model=str(copied)) == base
+    weights = bytearray((copied / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copied / "model.safetensors").write_bytes(weights)
     different = [
+        of(model=str(copied)),
         of(codec=b"cachegen/1/medium"),
         of(blocks=4),
         of(cache=groups(replace(spec, block_size=64))),

@@ -50,7 +50,11 @@ def server_fingerprint(
         "format": FORMAT,
         "version": __version__.rpartition(".")[0],
         "model": _model_identity(model.model, model.revision, vllm_config),
-        "hf_config": model.hf_config.to_dict(),
+        "hf_config": {
+            name: value
+            for name, value in model.hf_config.to_dict().items()
+            if name not in ("_name_or_path", "transformers_version")
+        },
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "max_model_len": model.max_model_len if _length_changes_positions(model) else None,
