@@ -76,7 +76,7 @@ class Lanes:
         at = self.end
         for channel, table in zip(self.channels[::-1], self.table[::-1], strict=True):
             at = self.encode_block(
-                self.state, self.words, at, self.tables.reciprocal, self.tables.entries,
+                self.state, self.words, at,  self.tables.entries,
                 256 * table, vec.COMPRESS, self.source, 0, channel, fmt.SEGMENT, self.tokens,
             )  # fmt: skip
         self.at = at

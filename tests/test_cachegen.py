@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from vllm_kvcompress.codecs import MalformedBlob, container, create_codec
 from vllm_kvcompress.kernels.cachegen import cpu, implementation, reference
 from vllm_kvcompress.kernels.cachegen import format as fmt
 from vllm_kvcompress.kernels.cachegen.rotary import estimate_turns
-
-from vllm_kvcompress.codecs import MalformedBlob, container, create_codec
 
 DTYPES = [
     torch.bfloat16,

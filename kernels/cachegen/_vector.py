@@ -21,6 +21,7 @@ _F32 = ir.FloatType()
 _V8 = ir.VectorType(_I32, 8)
 _V4 = ir.VectorType(_I64, 4)
 _GROUPS = fmt.LANES // 8
+_JOIN = (0, 2, 8, 10, 4, 6, 12, 14)
 
 
 def _has_avx2() -> bool:
@@ -301,26 +302,28 @@ def decode_block_scalar(state, words, at, limit, table, offset, spread, out, out
 
 @njit(nogil=True)
 def encode_block_scalar(
-    state, words, at, reciprocal, entries, offset, compress, symbols, first, channel, stride, steps
+    state, words, at, entries, offset, compress, symbols, first, channel, stride, steps
 ):
     """Encode *steps* symbols in each of 32 lanes, the last first.
 
     state: uint32 [32], changed; words: uint16, written downwards from ``words[at - 1]``;
-    reciprocal, entries: uint32 [tables * 256]; offset: int32 [32], each lane's table * 256;
-    lane j's symbol of step t: ``symbols[first + t * stride + channel[j]]``. Returns the new at.
+    entries: uint64 [tables * 256], see ``cpu.encode_tables``;
+    offset: int32 [32], each lane's table * 256. Lane j's symbol of step t stands at
+    ``symbols[first + t * stride + channel[j]]``. Returns the new at.
     """
     for t in range(steps - 1, -1, -1):
         base = first + t * stride
         for lane in range(fmt.LANES - 1, -1, -1):
             x = np.int64(state[lane])
-            at_entry = offset[lane] + np.int64(symbols[base + channel[lane]])
-            entry = np.int64(entries[at_entry])
+            both = entries[offset[lane] + np.int64(symbols[base + channel[lane]])]
+            entry = np.int64(both & np.uint64(0xFFFFFFFF))
+            reciprocal = np.int64(both >> np.uint64(32))
             freq = (entry >> 12) & 0xFFF
             if (x >> (31 - fmt.PROB_BITS)) >= freq:
                 at -= 1
                 words[at] = x & 0xFFFF
                 x >>= 16
-            quotient = (x * np.int64(reciprocal[at_entry]) >> 32) >> (entry >> 24)
+            quotient = (x * reciprocal >> 32) >> (entry >> 24)
             state[lane] = x + (entry & 0xFFF) + quotient * (fmt.PROB_SCALE - freq)
     return at
 
@@ -358,6 +361,24 @@ class _Emitter:
         pointer = self.b.bitcast(base, _I8.as_pointer())
         arguments = [self.splat(0), pointer, index, self.splat(0xFFFFFFFF), _I8(scale)]
         return self.intrinsic("llvm.x86.avx2.gather.d.d.256", _V8, arguments)
+
+    def gather_pairs(self, base, index):
+        """The low and the high halves of eight 64-bit elements."""
+        pointer = self.b.bitcast(base, _I8.as_pointer())
+        halves = []
+        # This order makes joining them again one shuffle within 128 bits.
+        for lanes in ((0, 1, 4, 5), (2, 3, 6, 7)):
+            order = ir.Constant(ir.VectorType(_I32, 4), lanes)
+            some = self.b.shuffle_vector(index, index, order)
+            arguments = [
+                ir.Constant(_V4, [0] * 4), pointer, some, ir.Constant(_V4, [-1] * 4), _I8(8),
+            ]  # fmt: skip
+            pairs = self.intrinsic("llvm.x86.avx2.gather.d.q.256", _V4, arguments)
+            halves.append(self.b.bitcast(pairs, _V8))
+        return [
+            self.b.shuffle_vector(*halves, ir.Constant(_V8, [x + high for x in _JOIN]))
+            for high in (0, 1)
+        ]
 
     def permute(self, value, order):
         return self.intrinsic("llvm.x86.avx2.permd", _V8, [value, order])
@@ -439,15 +460,13 @@ def _decode_block_avx2(
 
 @intrinsic
 def _encode_block_avx2(
-    typingctx, state, words, at, reciprocal, entries, offset, compress, symbols, first, channel,
-    stride, steps,
+    typingctx, state, words, at, entries, offset, compress, symbols, first, channel, stride, steps,
 ):  # fmt: skip
     def codegen(context, builder, signature, args):
         e = _Emitter(context, builder, signature, args)
         b = builder
         (
-            state, words, at, reciprocal, entries, offset, compress, symbols, first, channel,
-            stride, steps,
+            state, words, at, entries, offset, compress, symbols, first, channel, stride, steps,
         ) = e.arrays  # fmt: skip
         position = cgutils.alloca_once_value(b, at)
         lanes = [e.load8(state, _I64(8 * g), _I32, 4) for g in range(_GROUPS)]
@@ -464,8 +483,7 @@ def _encode_block_avx2(
             x = b.load(states[g])
             symbol = b.and_(e.gather(row, channels[g], 1), e.splat(0xFF))
             at_entry = b.add(offsets[g], symbol)
-            entry = e.gather(entries, at_entry, 4)
-            factor = e.gather(reciprocal, at_entry, 4)
+            entry, factor = e.gather_pairs(entries, at_entry)
             freq = b.and_(b.lshr(entry, e.splat(12)), e.splat(0xFFF))
             full = b.icmp_signed(">=", b.lshr(x, e.splat(31 - fmt.PROB_BITS)), freq)
             bits, count = e.mask(full)
@@ -489,7 +507,7 @@ def _encode_block_avx2(
         return b.load(position)
 
     signature = types.intp(
-        state, words, types.intp, reciprocal, entries, offset, compress, symbols, types.intp,
+        state, words, types.intp, entries, offset, compress, symbols, types.intp,
         channel, types.intp, types.intp,
     )  # fmt: skip
     return signature, codegen
@@ -507,12 +525,11 @@ if HAS_AVX2:
 
     @njit(nogil=True)
     def encode_block_vector(
-        state, words, at, reciprocal, entries, offset, compress, symbols, first, channel, stride,
+        state, words, at, entries, offset, compress, symbols, first, channel, stride,
         steps,
     ):  # fmt: skip
         return _encode_block_avx2(
-            state, words, at, reciprocal, entries, offset, compress, symbols, first, channel,
-            stride, steps,
+            state, words, at, entries, offset, compress, symbols, first, channel, stride, steps,
         )  # fmt: skip
 else:
     decode_block_vector = decode_block_scalar

@@ -42,7 +42,7 @@ _compiled = njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpyt
 _parts = _compiled(fmt.parts)
 _header_in_range = _compiled(fmt.header_in_range)
 
-Tables = namedtuple("Tables", "decode reciprocal entries cost low high constant")
+Tables = namedtuple("Tables", "decode entries cost low high constant")
 Kind = namedtuple("Kind", "code itemsize exponent_bits mantissa_bits escapes_top max_finite")
 Scratch = namedtuple("Scratch", "symbols words stream positions")
 
@@ -76,10 +76,11 @@ def decode_tables(bank: fmt.Bank) -> np.ndarray:
     return tables.ravel()
 
 
-def encode_tables(bank: fmt.Bank) -> tuple[np.ndarray, np.ndarray]:
-    """uint32 [(TABLES + 1) * 256] each: the reciprocal m of a frequency f; and
-    shift << 24 | f << 12 | bias, with x / f = (x * m >> 32) >> shift for x < 2^31 and
-    bias = cum. For f = 1 the product gives x - 1, which bias makes good."""
+def encode_tables(bank: fmt.Bank) -> np.ndarray:
+    """uint64 [(TABLES + 1) * 256]: m << 32 | shift << 24 | f << 12 | bias.
+
+    f: the frequency; m: its reciprocal, with x / f = (x * m >> 32) >> shift for x < 2^31; bias:
+    cum. For f = 1 the product gives x - 1, which bias makes good."""
     freq = bank.freq.astype(np.int64)
     # Idle lanes code whatever symbol they find with the whole range: a step that changes nothing.
     freq[fmt.TABLES] = fmt.PROB_SCALE
@@ -93,14 +94,15 @@ def encode_tables(bank: fmt.Bank) -> tuple[np.ndarray, np.ndarray]:
     bias[one] += fmt.PROB_SCALE - 1
     shift = np.where(one, 0, log2 - 1)
     entries = shift << 24 | freq << 12 | bias
-    return reciprocal.astype(np.uint32).ravel(), entries.astype(np.uint32).ravel()
+    both = reciprocal.astype(np.uint64) << np.uint64(32) | entries.astype(np.uint64)
+    return both.ravel()
 
 
 @functools.cache
 def _tables(mode: int, itemsize: int) -> Tables:
     bank = fmt.bank(mode)
     return Tables(
-        decode_tables(bank), *encode_tables(bank), fmt.costs(mode, itemsize).copy(),
+        decode_tables(bank), encode_tables(bank), fmt.costs(mode, itemsize).copy(),
         bank.low.copy(), bank.high.copy(), bank.constant,
     )  # fmt: skip
 
@@ -611,7 +613,7 @@ def _encode_segment(symbols, order, index, first, coded, tables, compress, state
             channel[lane] = 0 if idle else order[first + p]
             offset[lane] = 256 * (TABLES if idle else index[order[first + p]])
         at = encode_block_vector(
-            state, words, at, tables.reciprocal, tables.entries, offset, compress, flat,
+            state, words, at, tables.entries, offset, compress, flat,
             0, channel, channels, tokens,
         )  # fmt: skip
     return at
