@@ -31,8 +31,17 @@ class StoreStack(Store):
         self._hits = self._misses = 0
         # With write_back, per store, the keys of which the stores below have no or an older blob.
         self._dirty: list[set[bytes]] = [set() for _ in self.stores]
-        for level, store in enumerate(self.stores):
+        for level, store in enumerate(self.stores[:-1]):
             store.on_evict = self._eviction_handler(level)
+
+    @property
+    def on_evict(self) -> Callable[[bytes, bytes], None] | None:
+        """That of the bottom: a disk need not read what it evicts where nobody wants it."""
+        return self.stores[-1].on_evict
+
+    @on_evict.setter
+    def on_evict(self, handler: Callable[[bytes, bytes], None] | None) -> None:
+        self.stores[-1].on_evict = handler
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         keys = check_keys(keys)
@@ -129,12 +138,9 @@ class StoreStack(Store):
 
     def _eviction_handler(self, level: int) -> Callable[[bytes, bytes], None]:
         def handle(key: bytes, blob: bytes) -> None:
-            if level + 1 < len(self.stores):
-                below = self.stores[level + 1]
-                if self._clean(level, key) or not _contains(below, [key])[0]:
-                    self._put_at(level + 1, key, blob)
-            elif self.on_evict is not None:
-                self.on_evict(key, blob)
+            below = self.stores[level + 1]
+            if self._clean(level, key) or not _contains(below, [key])[0]:
+                self._put_at(level + 1, key, blob)
 
         return handle
 
