@@ -443,6 +443,15 @@ def test_failing_reads_are_store_errors_and_heal(path, monkeypatch):
     assert store.get(b"a") == b"blob"
 
 
+def test_a_file_larger_than_the_store_is_not_read(path):
+    store = DiskStore(path, bytes=1000)
+    store.put(b"a", b"blob")
+    os.truncate(files_below(path, ".kv")[0], 1 << 40)
+    with pytest.raises(StoreError, match="larger than the store"):
+        store.get(b"a")
+    assert DiskStore(path, bytes=1000).keys() == []
+
+
 def test_failing_deletes_are_counted_and_heal(path, monkeypatch):
     store = DiskStore(path, bytes=1000)
     store.put(b"a", bytes(600))

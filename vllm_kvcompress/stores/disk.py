@@ -100,6 +100,8 @@ class DiskStore(Store):
         now = time.time_ns()
         try:
             with _open(path) as descriptor:
+                if os.fstat(descriptor).st_size > self._capacity:
+                    raise OSError(errno.EFBIG, "the file is larger than the store", path)
                 blob = _read_all(descriptor)
         except FileNotFoundError:
             with self._lock:
