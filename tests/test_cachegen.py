@@ -223,7 +223,7 @@ def test_paper_level_is_its_quantiser():
             x = kv[layer, v].float()
             largest = x.abs().amax((1, 2), keepdim=True)
             expected = torch.round(x * (c / largest)) / c * largest
-            assert_same_bits(f"layer {layer}", expected.bfloat16(), decoded[layer, v])
+            assert (expected.bfloat16() == decoded[layer, v]).all(), f"layer {layer}"
 
 
 def test_non_finite_values_do_not_disturb_others():
