@@ -11,6 +11,7 @@ mutants with these numbers; a number always gives the same mutant.
 """
 
 import ctypes
+import dataclasses
 import faulthandler
 import json
 import mmap
@@ -157,10 +158,10 @@ def set_field(chance, blob, other):
 
 def set_number(chance, blob, other):
     """A number in a section, near its start more often than not."""
-    start = container.HEADER_BYTES
-    reach = chance.choice((64, 256, len(blob)))
+    start = container.HEADER_BYTES if blob.startswith(container.MAGIC) else 0
+    reach = chance.choice((32, 256, len(blob)))
     width = chance.choice((1, 2, 4, 8))
-    offset = min(start + chance.randrange(reach) // width * width, len(blob) - width)
+    offset = max(0, min(start + chance.randrange(reach) // width * width, len(blob) - width))
     old = int.from_bytes(blob[offset : offset + width], "little")
     return _set(blob, offset, width, chance.choice((*INTERESTING, old - 1, old + 1)))
 
@@ -171,7 +172,7 @@ def change_sections(chance, blob, other):
     sections = [bytes(section) for section in sections]
     other_header, borrowed = container.unpack(other)
     here = chance.randrange(len(sections))
-    match chance.randrange(7):
+    match chance.randrange(10):
         case 0:
             chance.shuffle(sections)
         case 1:
@@ -186,26 +187,41 @@ def change_sections(chance, blob, other):
             sections[here] += chance.randbytes(chance.choice((1, 2, 4, 16, 1000)))
         case 6:
             header = other_header
+        case 7:
+            shape = list(header.shape)
+            axis = chance.randrange(5)
+            shape[axis] = max(1, chance.choice((shape[axis] - 1, shape[axis] + 1, shape[axis] * 2)))
+            shape[1] = min(shape[1], 2)
+            header = dataclasses.replace(header, shape=tuple(shape))
+        case 8:
+            header = dataclasses.replace(header, dtype=chance.choice(list(container.DTYPE_CODES)))
+        case 9:
+            first, second = chance.sample(range(5), 2)
+            shape = list(header.shape)
+            shape[first], shape[second] = shape[second], shape[first]
+            shape[1] = min(shape[1], 2)
+            header = dataclasses.replace(header, shape=tuple(shape))
     return container.pack(header, sections)
 
 
-MUTATIONS = [
-    flip_bits,
-    flip_bits,
-    flip_header_bits,
-    fill,
-    truncate,
-    extend,
-    splice,
-    graft,
-    move,
-    delete,
-    insert,
-    set_field,
-    set_number,
-    set_number,
-    change_sections,
-]
+def damage_section(chance, blob, other):
+    """A well-formed container, one section of which is damaged."""
+    header, sections = container.unpack(blob)
+    _, borrowed = container.unpack(other)
+    here = chance.randrange(len(sections))
+    section, stranger = bytes(sections[here]), bytes(borrowed[here % len(borrowed)])
+    if section and stranger:
+        apply = chance.choice(SECTION_MUTATIONS)
+        sections[here] = bytes(apply(chance, section, stranger))
+    return container.pack(header, sections)
+
+
+SECTION_MUTATIONS = [flip_bits, flip_bits, fill, truncate, extend, splice, graft, move]
+SECTION_MUTATIONS += [delete, insert, set_number, set_number]
+ON_SOUND_BLOBS = [change_sections, damage_section]
+MUTATIONS = [flip_bits, flip_bits, flip_header_bits, fill, truncate, extend, splice, graft, move]
+MUTATIONS += [delete, insert, set_field, set_number, set_number, *ON_SOUND_BLOBS]
+MUTATIONS += [damage_section] * 8
 
 
 def _set(blob, offset, width, value):
@@ -232,8 +248,7 @@ def make_mutant(number, pools):
         blob = mutant = chance.choice(blobs)
         for _ in range(chance.choice((1, 1, 1, 2, 4))):
             apply = chance.choice(MUTATIONS)
-            # This one needs a sound blob, the others a header to damage.
-            if apply is change_sections:
+            if apply in ON_SOUND_BLOBS:
                 mutant = blob
             if len(mutant) > container.HEADER_BYTES:
                 other = chance.choice(chance.choice((blobs, strangers)))
