@@ -54,9 +54,6 @@ FIELDS = [(8, 2), (10, 2), (16, 8), (56, 2), (58, 1), (59, 1)]
 FIELDS += [(60, 4), (64, 4), (68, 4), (72, 4), (76, 4), (24, 1), (40, 4), (80, 4), (112, 4)]
 
 
-# --- blobs and mutants -----------------------------------------------------------------------
-
-
 def sample_kv(shape, dtype, kind, seed):
     values = torch.Generator().manual_seed(seed)
     kv = torch.randn(shape, generator=values)
@@ -263,9 +260,6 @@ def make_mutant(number, pools):
             return codec, mutant, resealed
 
 
-# --- the child process -----------------------------------------------------------------------
-
-
 class GuardedBuffer:
     """Memory whose end is followed by a page that cannot be touched."""
 
@@ -378,9 +372,6 @@ def main(codec_name, first, count):
     faulthandler.cancel_dump_traceback_later()
     os.pwrite(1, b"%-20d\n" % -1, 0)
     print(json.dumps(outcomes), file=sys.stderr)
-
-
-# --- the tests -------------------------------------------------------------------------------
 
 
 def run_fuzzer(codec_name, first, count, tmp_path):
