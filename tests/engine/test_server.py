@@ -41,7 +41,7 @@ def server(model: Path, transfer: dict, log: Path, *arguments: str):
             command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 600
         while True:
             assert process.poll() is None, log.read_text()[-4000:]
             assert time.monotonic() < deadline, log.read_text()[-4000:]
