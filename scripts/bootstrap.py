@@ -139,27 +139,27 @@ def venv_python():
     return os.path.join(VENV, "bin", "python")
 
 
+# In the order in which they are looked for: a log may hold several.
 FAILURES = (
     (r"No space left on device|Errno 28", "the disk is full"),
+    (r"DO NOT MATCH THE HASHES", "a download does not match its checksum"),
+    (r"Permission denied|Errno 13", "permission denied"),
+    (
+        r"NewConnectionError|NameResolutionError|Temporary failure in name resolution|"
+        r"Name or service not known|Network is unreachable|Connection refused|ProxyError|"
+        r"ConnectTimeout|ReadTimeout|connection broken",
+        "pip cannot reach the package index: is there a network, and is its proxy set?",
+    ),
     (
         r"No matching distribution found for torch==\S+\+cpu",
         "pip finds no CPU build of PyTorch: point PIP_EXTRA_INDEX_URL at PyTorch's index of CPU"
         " wheels and run this again (README, Installing)",
     ),
-    (r"Permission denied|Errno 13", "permission denied"),
-    (r"DO NOT MATCH THE HASHES", "a download does not match its checksum"),
-)
-UNREACHABLE = (
-    r"NewConnectionError|NameResolutionError|Temporary failure in name resolution|"
-    r"Name or service not known|Network is unreachable|Connection refused|ProxyError|"
-    r"ConnectTimeout|ReadTimeout|connection broken"
 )
 
 
 def explain(text):
     """What went wrong in a pip log, in one line."""
-    if re.search(UNREACHABLE, text):
-        return "pip cannot reach the package index: is there a network, and is its proxy set?"
     for pattern, meaning in FAILURES:
         if re.search(pattern, text):
             return meaning
