@@ -188,7 +188,7 @@ def test_low_byte_planes_left_out():
 @pytest.mark.parametrize("level", cases(("lossless", "high", "paper"), quick="high".__eq__))
 def test_damaged_sections(level):
     """What the reference refuses is refused, and nothing else."""
-    x = plain(1, 9, 64).to(torch.bfloat16)
+    x = plain(1, 18, 64).to(torch.bfloat16)
     x[0, 1, 1] = torch.nan
     quantisers = quantisers_of(level, 1)
     section = reference.encode(x, quantisers)[0]

@@ -125,6 +125,7 @@ def encode_segments(
     bank = (tl.load(modes_ptr + stripe) == LOSSLESS).to(tl.int32) * ((TABLES + 1) * 256)
     words = words_ptr + row * tokens * SEGMENT
     state = tl.full([LANES], STATE_LOW, tl.uint32)
+    # A tensor, as loops need, even where tokens is compiled in as 1.
     at = blocks * 0 + tokens * SEGMENT
     for done in range(blocks):
         p = first + (blocks - 1 - done) * LANES + lane
@@ -136,7 +137,7 @@ def encode_segments(
         reciprocal_ptr = reciprocals_ptr + bank
         # What a step looks up does not depend on the state: four at once hide their latency.
         for start in range(0, tokens, 4):
-            t = tokens - 1 - start + blocks * 0
+            t = at * 0 + tokens - 1 - start
             e0, r0 = _look_up(t, column, entry_ptr, reciprocal_ptr, table, channels, lanes)
             e1, r1 = _look_up(t - 1, column, entry_ptr, reciprocal_ptr, table, channels, lanes)
             e2, r2 = _look_up(t - 2, column, entry_ptr, reciprocal_ptr, table, channels, lanes)
@@ -179,7 +180,7 @@ def decode_segments(
     count = tl.load(counts_ptr + row)
     state = tl.load(states_ptr + row * LANES + lane).to(tl.uint32, bitcast=True)
     outside = tl.max(((state < STATE_LOW) | (state >= 0x80000000)).to(tl.int32), 0)
-    at = count * 0
+    at = count * 0  # a tensor, as loops need
     for block in range(blocks):
         p = first + block * LANES + lane
         lanes = p < coded
