@@ -210,15 +210,15 @@ def test_error_is_bounded(dtype, level, key, value):
     assert (error[:, 0] <= key).all() and (error[:, 1] <= value).all(), error
 
 
-def test_paper_level_is_its_quantiser():
+@pytest.mark.parametrize("layers", [4, 12])
+def test_paper_level_is_its_quantiser(layers):
     """code = round(x C / M + C), value = (code - C) / C M with one maximum a token."""
-    layers = 12
     kv = gaussian(layers=layers, tokens=32)
     codec = create_codec("cachegen", level="paper")
     decoded = codec.decode(codec.encode(kv))
     for layer in range(layers):
         for v in (0, 1):
-            bins = 32 if layer < (10, 2)[v] else 16
+            bins = 32 if layers < 10 or layer < (10, 2)[v] else 16
             c = torch.tensor(bins // 2 - 1, dtype=torch.float32)
             x = kv[layer, v].float()
             largest = x.abs().amax((1, 2), keepdim=True)
@@ -237,6 +237,17 @@ def test_non_finite_values_do_not_disturb_others():
         plain, other = (codec.decode(codec.encode(x)).float() for x in (kv, poisoned))
         spread = (plain - other)[keep].abs().max()
         assert spread <= 0.05 * kv.float().abs().max(), level
+
+
+@pytest.mark.parametrize("level", ["high", "medium", "low"])
+def test_a_chunk_whose_tokens_all_differ_in_energy_is_coded(level):
+    amplitudes = 4.6 ** torch.arange(-4.0, 4.0)
+    kv = torch.ones(1, 2, 8, 1, 64) * amplitudes.view(1, 1, 8, 1, 1)
+    kv[:, 1] = kv[:, 1].flip(1)
+    codec = create_codec("cachegen", level=level)
+    for tokens in (8, 9):
+        x = torch.cat([kv, kv[:, :, :1]], 2)[:, :, :tokens].bfloat16()
+        assert codec.decode(codec.encode(x)).isfinite().all()
 
 
 def test_rotary_means_are_used_and_pay():

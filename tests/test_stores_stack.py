@@ -204,3 +204,26 @@ def test_keys_of_lower_stores_come_first(top, bottom):
     for key in (b"a", b"b", b"c"):
         stack.put(key, b"blob")
     assert stack.keys() == [b"a", b"b", b"c"]
+
+
+def test_the_stack_tells_what_only_the_shared_stores_can_still_have():
+    top, middle, disk = MemoryStore(bytes=10), MemoryStore(bytes=20), SharedStore(bytes=100)
+    stack = StoreStack([top, middle, disk])
+    forgotten = []
+    stack.on_forget = forgotten.append
+    for key in (b"a", b"b", b"c"):
+        stack.put(key, bytes(8))
+    assert forgotten == [b"a"]  # the top forgot b too, but the middle holds it
+    assert disk.contains([b"a", b"b", b"c"]) == [True] * 3
+    assert disk.on_evict is None  # nobody asked, so a disk reads nothing
+
+
+def test_a_stack_of_memory_alone_tells_what_it_evicts():
+    stack = StoreStack([MemoryStore(bytes=10)])
+    forgotten, evicted = [], []
+    stack.on_forget = forgotten.append
+    stack.on_evict = lambda key, blob: evicted.append((key, blob))
+    stack.put(b"a", bytes(8))
+    stack.put(b"b", bytes(8))
+    assert forgotten == [b"a"]
+    assert evicted == [(b"a", bytes(8))]

@@ -132,7 +132,6 @@ def offload_groups(kv_cache_config: KVCacheConfig) -> tuple[GroupSpec, ...]:
     )
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
-        MLAAttentionSpec,
         SlidingWindowSpec,
         UniformTypeKVCacheSpecs,
     )
@@ -147,9 +146,8 @@ def offload_groups(kv_cache_config: KVCacheConfig) -> tuple[GroupSpec, ...]:
             specs = [spec] * len(group.layer_names)
         first = specs[0]
         where = f"cache group {group_id} (layer {group.layer_names[0]})"
-        if isinstance(first, MLAAttentionSpec) or not isinstance(
-            first, FullAttentionSpec | SlidingWindowSpec
-        ):
+        # Subclasses keep other things in their pages: latents, sinks, compressed states.
+        if type(first) not in (FullAttentionSpec, SlidingWindowSpec):
             raise ValueError(
                 f"KVCompressConnector takes full and sliding-window attention; {where} is "
                 f"{type(first).__name__}"

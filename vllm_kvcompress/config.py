@@ -24,8 +24,6 @@ class OffloadSettings:
     """Name of the codec."""
     level: str | None = None
     """Level of the codec, None for its default."""
-    profile: str | None = None
-    """Directory of a calibrated profile for the codec."""
     stores: tuple[Mapping[str, Any], ...] = DEFAULT_STORES
     """The stack of stores, the fastest first."""
     write_back: bool = False
@@ -41,12 +39,7 @@ class OffloadSettings:
 
     def create_codec(self) -> Codec:
         """The codec that these settings name. Raises ValueError for what it does not know."""
-        settings = {
-            name: value
-            for name, value in (("level", self.level), ("profile", self.profile))
-            if value is not None
-        }
-        return create_codec(self.codec, **settings)
+        return create_codec(self.codec, **({} if self.level is None else {"level": self.level}))
 
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> OffloadSettings:
@@ -66,9 +59,9 @@ class OffloadSettings:
         for name in (*PASSED_TO_VLLM, "write_back"):
             if not isinstance(extra_config.get(name, False), bool):
                 raise _error(name, extra_config[name], "true or false")
-        optional = {"level", "profile", "chunk_tokens"}
+        optional = {"level", "chunk_tokens"}
         values = {k: v for k, v in values.items() if v is not None or k not in optional}
-        for name in ("codec", "level", "profile"):
+        for name in ("codec", "level"):
             if not isinstance(values.get(name, ""), str):
                 raise _error(name, values[name], "a string")
         for name in ("chunk_tokens", "threads"):

@@ -63,6 +63,7 @@ _ERRORS = {
     6: "a segment's words do not match its symbols",
     7: "the positions of the exceptions are out of range or order",
     8: "rotary means without rotary frequencies",
+    9: "a token's maximum is negative or not finite",
 }
 
 
@@ -911,6 +912,11 @@ def _decode_stripe(data, bits, kind, lossy, lossless, spread, scratch, cos, sin)
         if position <= last or position >= tokens * channels:
             return 7
         last = position
+    if mode == TOKEN_MAX:
+        infinity = _float_bits_limit(kind)
+        for t in range(tokens):
+            if _read(data, offsets[2] + itemsize * t, itemsize) >= infinity:
+                return 9
 
     stride = (channels + LANES - 1) // LANES * LANES
     symbols = scratch.symbols[: tokens * stride].reshape(tokens, stride)

@@ -92,7 +92,8 @@ by the frequency w[i]. Where the shared section has frequencies and the level wa
 The parameters are A in place of m at a, and B at b. A stripe has rotary means where the sum of
 A^2 + B^2 over its pairs is larger than the sum of m^2 over its channels, 2^12 = cos 0 in COSINE.
 
-TOKEN_MAX quantiser (CacheGen as LMCache ships it), M[t] = max over channels of finite |x|, f32:
+TOKEN_MAX quantiser (CacheGen as LMCache ships it), M[t] = max over channels of finite |x|, f32
+(a decoder refuses a maximum that is negative or not finite):
 
     code = rint(x * (Q / max(M[t], 2^-96)));  m[c] = floor((2 * sum of code + T) / (2 * T))
     x' = (code / Q) * M[t], limited likewise; e = code - m[c]
@@ -181,6 +182,11 @@ class DType:
     max_finite: float
 
     @property
+    def infinity(self) -> int:
+        """The pattern with all exponent bits set and no others: no maximum reaches it."""
+        return ((1 << self.exponent_bits) - 1) << self.mantissa_bits
+
+    @property
     def byte_planes(self) -> int:
         return self.mantissa_bits // 8
 
@@ -237,13 +243,13 @@ def quantiser(level: str, layers: int, layer: int, value: int) -> Quantiser:
     """The quantiser of a stripe of a 16- or 32-bit tensor.
 
     level: one of LEVELS; layers: of the whole chunk; layer: 0 to layers - 1; value: 0 K, 1 V.
-    The paper's bins: K 32 in the first 10 layers then 16, V 32 in the first 2 then 16.
-    Q = bins // 2 - 1.
+    The paper's bins: K 32 in the first 10 layers then 16, V 32 in the first 2 then 16, and 32 in
+    all of fewer than 10 layers. Q = bins // 2 - 1.
     """
     if level == "lossless":
         return _LOSSLESS
     if level == "paper":
-        wide = layer < 2 if value else layer < 10
+        wide = layers < 10 or (layer < 2 if value else layer < 10)
         return Quantiser(TOKEN_MAX, max_code=(32 if wide else 16) // 2 - 1)
     return _UNIFORM[level][value]
 

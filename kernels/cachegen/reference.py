@@ -444,6 +444,8 @@ def _decode_stripe(section: bytes, like: torch.Tensor, turns: np.ndarray | None)
         bits = _to_dtype(fine.astype(np.float32) * scale, like)
     else:
         maxima = np.frombuffer(section, word, tokens, at[2]).copy()
+        if (maxima.view(f"u{maxima.itemsize}") >= d.infinity).any():
+            raise fmt.SectionError("a token's maximum is negative or not finite")
         maxima = _from_bits(maxima, like.dtype).float().numpy()
         code = (symbol - fmt.CENTRE + param).astype(np.float32)
         bits = _to_dtype(code / np.float32(aux) * maxima[:, None], like)

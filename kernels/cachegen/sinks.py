@@ -16,7 +16,8 @@ from numba import njit
 
 from . import format as fmt
 
-_MIN_TOKENS = 8
+# More than may be kept exactly, so that an ordinary token is left to stand in for them.
+_MIN_TOKENS = fmt.MAX_SINKS + 1
 _MAX_LAYERS = 8
 _MAX_HEADS = 2
 # Energy against the stripe's median, four times less or sixteen times more, in half of the stripes.

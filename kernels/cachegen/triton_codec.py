@@ -482,6 +482,10 @@ def _decode(sections, out, turns):
         offsets = f.parts(d, tokens, channels, coded_here, total)
         if offsets[-1] != len(section):
             raise SectionError(f"section {i}: the section's length does not match its parts")
+        if f.mode == fmt.TOKEN_MAX:
+            maxima = section[offsets[common.AT_MAXIMA.value] :][: tokens * size].view(f"<u{size}")
+            if (maxima >= d.infinity).any():
+                raise SectionError("a token's maximum is negative or not finite")
         plans[i, : common.PARTS] = offsets
         plans[i, : common.PARTS] += starts[i]
         plans[i, _CODED], plans[i, _PLACED] = coded_here, channels - raw_here

@@ -112,6 +112,7 @@ def running_engine(
     """Start an engine with the connector, or without it if ``offload`` is None; stop it after."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     if offload is not None:
         settings["kv_transfer_config"] = {
@@ -119,24 +120,29 @@ def running_engine(
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"chunk_tokens": CHUNK, **offload},
         }
-    llm = LLM(
-        str(model),
-        **{
-            "skip_tokenizer_init": True,
-            "enforce_eager": True,
-            "max_model_len": 1024,
-            "max_num_batched_tokens": 1024,
-            "block_size": BLOCK,
-            "disable_log_stats": False,
-            "seed": 0,
-            **settings,
-        },
-    )
+    engine = None
     try:
-        yield Engine(llm)
+        engine = Engine(
+            LLM(
+                str(model),
+                **{
+                    "skip_tokenizer_init": True,
+                    "enforce_eager": True,
+                    "max_model_len": 1024,
+                    "max_num_batched_tokens": 1024,
+                    "block_size": BLOCK,
+                    "disable_log_stats": False,
+                    "seed": 0,
+                    **settings,
+                },
+            )
+        )
+        yield engine
     finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
+        if engine is not None:
+            engine.llm.llm_engine.engine_core.shutdown()
+        del engine
+        ensure_kv_transfer_shutdown()
         gc.collect()
         cleanup_dist_env_and_memory()
 

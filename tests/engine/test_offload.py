@@ -184,6 +184,12 @@ def test_a_reset_that_includes_the_connector_forgets_what_every_store_holds(llam
             assert store.stats().entries == CHUNKS
         engine.forget_local()
         assert engine.generate(text)[0].cached == CHUNKS * CHUNK
-    # The chunks of the earlier epoch are gone from the disk, not merely out of sight.
+        # A reset is the last thing that happens: what memory held is not written back.
+        text = prompt(CHUNKS * CHUNK + 5, seed=3)
+        engine.generate(text)
+        engine.settle()
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        engine.settle()
+    # The chunks of the earlier epochs are gone from the disk, not merely out of sight.
     with running_engine(llama, {"codec": "raw", "stores": [disk]}) as engine:
         assert engine.generate(text)[0].cached == 0

@@ -50,6 +50,7 @@ def test_defaults_need_no_setting_at_all():
         ({"stores": [{"type": "memory", "bytes": "-3"}]}, "bytes"),
         ({"stores": [{"type": "disk", "path": "/proc/kvcompress"}]}, "path"),
         ({"chunk_tokens": 50}, "use 64"),
+        ({"staging_bytes": 1000}, "staging_bytes is 1000"),
     ],
 )
 def test_the_engine_does_not_start_on_a_wrong_setting(llama, offload, expected):

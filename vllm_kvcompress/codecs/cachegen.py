@@ -106,6 +106,8 @@ class CacheGenCodec(Codec):
             turns = fmt.unpack_turns(sections[0], head_size)
             row_bytes = stripes.shape[0] * stripes.shape[2] * stripes.element_size()
             sinks, rows = fmt.unpack_sinks(sections[1], tokens, row_bytes)
+            if sinks and kv.element_size() == 1:
+                raise fmt.SectionError("tokens are kept exactly beside a lossless coding")
             kernels.decode(sections[2:], stripes, turns)
         except fmt.SectionError as error:
             raise MalformedBlob(str(error)) from error

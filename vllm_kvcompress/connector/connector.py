@@ -43,9 +43,9 @@ from vllm_kvcompress.connector.worker import ChunkWorker
 
 @dataclass
 class StepMetadata(OffloadingConnectorMetadata):
-    """A step's transfers, and the epoch that they belong to."""
+    """A step's transfers, and the namespace that their keys belong to."""
 
-    epoch: bytes = b""
+    namespace: bytes = b""
 
 
 @dataclass
@@ -148,7 +148,7 @@ class KVCompressConnector(OffloadingConnector):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert self.connector_worker is not None and isinstance(connector_metadata, StepMetadata)
-        self.connector_worker.worker.set_epoch(connector_metadata.epoch)
+        self.connector_worker.worker.set_namespace(connector_metadata.namespace)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self.connector_worker is not None
@@ -173,7 +173,7 @@ class KVCompressConnector(OffloadingConnector):
             load_jobs=step.load_jobs,
             store_jobs=step.store_jobs,
             jobs_to_flush=step.jobs_to_flush,
-            epoch=self._manager.epoch,
+            namespace=self._manager.tell_namespace(),
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

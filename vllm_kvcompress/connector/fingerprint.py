@@ -57,7 +57,8 @@ def server_fingerprint(
         },
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        "max_model_len": model.max_model_len if _length_changes_positions(model) else None,
+        # Scaled rotary embeddings (dynamic, LongRoPE) depend on it.
+        "max_model_len": model.max_model_len,
         "kv_cache_dtype": cache.cache_dtype,
         "kv_cache_dtype_skip_layers": list(getattr(cache, "kv_cache_dtype_skip_layers", ()) or ()),
         "block_hash": cache.prefix_caching_hash_algo,
@@ -79,29 +80,19 @@ def server_fingerprint(
     return digest(codec_key, json.dumps(settings, sort_keys=True, default=str).encode())
 
 
-def _length_changes_positions(model: Any) -> bool:
-    """Whether the rotary embedding depends on the model length (dynamic scaling does)."""
-    scaling = getattr(model.hf_config, "rope_scaling", None) or getattr(
-        model.hf_config, "rope_parameters", None
-    )
-    return isinstance(scaling, dict) and "dynamic" in str(scaling).lower()
-
-
 def _model_identity(name: str, revision: str | None, vllm_config: VllmConfig) -> list[Any]:
     """What tells this model's weights from others': its files where they can be found."""
     if vllm_config.load_config.load_format == "dummy":
         return [name, revision, "dummy", vllm_config.model_config.seed]
-    folder = Path(name)
-    if not folder.is_dir():
-        folder = _snapshot_folder(name, revision)
-        if folder is None:
-            return [name, revision]
-    files = sorted(
-        path
-        for pattern in ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-        for path in folder.glob(pattern)
-    )
-    return [[path.name, _sampled_digest(path)] for path in files]
+    path = Path(name)
+    if path.is_file():
+        return [_sampled_digest(path)]
+    folder = path if path.is_dir() else _snapshot_folder(name, revision)
+    files = [] if folder is None else sorted(file for file in folder.iterdir() if file.is_file())
+    weights = [file for file in files if file.suffix in (".safetensors", ".bin", ".pt", ".gguf")]
+    if not weights:
+        return [name, revision]
+    return [[file.name, _sampled_digest(file)] for file in weights]
 
 
 def _snapshot_folder(name: str, revision: str | None) -> Path | None:
@@ -116,17 +107,27 @@ def _snapshot_folder(name: str, revision: str | None) -> Path | None:
 
 
 def _sampled_digest(path: Path) -> str:
-    """A digest of a weight file: its size, and 64 KiB at each of 64 places spread over it.
+    """A digest of a weight file: its size, samples spread over it, and some of each tensor.
 
     Reading everything would make the start of a large model wait for its disk twice.
     """
     size = path.stat().st_size
-    samples = []
+    spread = max(0, size - SAMPLE_BYTES)
+    places = {(spread * place // 63, SAMPLE_BYTES) for place in range(64)}
     with path.open("rb") as file:
-        for place in range(64):
-            file.seek(max(0, size - SAMPLE_BYTES) * place // 63)
-            samples.append(file.read(SAMPLE_BYTES))
-    return digest(str(size).encode(), *samples).hex()
+        if path.suffix == ".safetensors":
+            header = file.read(8)
+            header = file.read(min(int.from_bytes(header, "little"), size))
+            places.add((8, len(header)))
+            for tensor in json.loads(header).values():
+                begin, end = tensor.get("data_offsets", (0, 0))
+                start = 8 + len(header) + begin
+                places |= {(start, 1024), (start + (end - begin) // 2, 1024)}
+        state = hashlib.blake2b(str(size).encode(), digest_size=32)
+        for place, length in sorted(places):
+            file.seek(place)
+            state.update(file.read(length))
+    return state.hexdigest()
 
 
 def worker_fingerprint(scales: Iterable[tuple[str, list[float], list[float]]]) -> bytes:

@@ -70,7 +70,8 @@ class ChunkManager(OffloadingManager):
         self._retry_seconds = retry_seconds
         self._clock = clock
 
-        self.epoch = b""
+        self._epoch = b""
+        self._reset_untold = False
         self._fingerprint: bytes | None = None
         self._pending: dict[bytes, float] = {}  # key -> when the engine stops waiting for it
         self._reported: Counter[bytes] = Counter()  # key -> ranks that stored it, while pending
@@ -102,7 +103,7 @@ class ChunkManager(OffloadingManager):
                 logger.error("KV offload is off: the workers' fingerprints did not arrive")
                 self._warned_no_fingerprint = True
             return None
-        return fingerprint.chunk_key(self._fingerprint, self.epoch, offload_key)
+        return fingerprint.chunk_key(self._fingerprint, self._epoch, offload_key)
 
     # --- what vLLM's scheduler asks ---------------------------------------------------------
 
@@ -138,8 +139,17 @@ class ChunkManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 
+    def tell_namespace(self) -> bytes:
+        """The namespace of the step's keys; workers forget what lies in another one."""
+        self._reset_untold = False
+        if self._fingerprint is None:
+            return b""
+        return fingerprint.namespace(self._fingerprint, self._epoch)
+
     def has_pending_work(self) -> bool:
-        """Whether workers still have stores to report; the engine steps until they have."""
+        """Whether workers have stores to report or a reset to hear of; the engine steps on."""
+        if self._reset_untold:
+            return True
         now = self._clock()
         return any(deadline > now for deadline in self._pending.values())
 
@@ -150,7 +160,7 @@ class ChunkManager(OffloadingManager):
         while the server runs, and no other server may take the new chunks for the old ones.
         """
         if self._fingerprint is not None:
-            old = fingerprint.namespace(self._fingerprint, self.epoch)
+            old = fingerprint.namespace(self._fingerprint, self._epoch)
             for store in self._shared_stores:
                 try:
                     store.refresh()
@@ -158,7 +168,8 @@ class ChunkManager(OffloadingManager):
                     store.remove([key for key in held if key.startswith(old)])
                 except StoreError as error:
                     logger.warning("KV offload: store %s was not cleared: %s", store.name, error)
-        self.epoch = os.urandom(8)
+        self._epoch = os.urandom(8)
+        self._reset_untold = True
         self._pending.clear()
         self._reported.clear()
         self._held.clear()

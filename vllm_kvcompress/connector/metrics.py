@@ -81,7 +81,12 @@ class WorkerReport(OffloadingWorkerMetadata):
 
     def is_empty(self) -> bool:
         return not (
-            self.completed_jobs or self.stored or self.gone or self.failed_loads or self.counters
+            self.completed_jobs
+            or self.stored
+            or self.gone
+            or self.failed_loads
+            or self.counters
+            or self.gauges
         )
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:

@@ -123,6 +123,12 @@ class KVCompressSpec(OffloadingSpec):
             groups.append(
                 CacheGroup(group.group_id, layout, [page[:, : layout.page_bytes] for page in pages])
             )
+            chunk_bytes = layout.block_bytes() * self.blocks_per_chunk
+            if chunk_bytes > self.settings.staging_bytes:
+                raise ValueError(
+                    f"kv_connector_extra_config: staging_bytes is {self.settings.staging_bytes}, "
+                    f"and one chunk takes {chunk_bytes}; nothing would ever be stored"
+                )
             self._warm_up(layout)
         return ChunkWorker(
             groups,

@@ -26,7 +26,7 @@ from vllm_kvcompress.connector.fingerprint import RANK_BYTES, rank_key
 from vllm_kvcompress.connector.manager import ChunkKeys
 from vllm_kvcompress.connector.metrics import WorkerReport
 from vllm_kvcompress.layout import PageLayout
-from vllm_kvcompress.stores import StoreError, StoreStack
+from vllm_kvcompress.stores import Store, StoreError, StoreStack
 
 logger = init_logger(compat.LOGGER_NAME)
 
@@ -62,6 +62,15 @@ def beside_the_model(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.stream(_thread.stream)
 
 
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """An event after all that the calling thread has given to a GPU so far."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
 @dataclass
 class CacheGroup:
     """One cache group on this worker: its layout and its layers' pages."""
@@ -82,11 +91,7 @@ class CacheGroup:
         )
         for layer, pages in enumerate(self.pages):
             torch.index_select(pages, 0, ids, out=out[layer])
-        ready = None
-        if device.type == "cuda":
-            ready = torch.cuda.Event()
-            ready.record()
-        return Snapshot(out, ready)
+        return Snapshot(out, _mark(device))
 
 
 @dataclass
@@ -167,7 +172,7 @@ class ChunkWorker(OffloadingWorker):
         self._staging_bytes = staging_bytes
 
         self._lock = threading.Lock()
-        self._epoch = b""
+        self._namespace = b""
         self._staged: dict[bytes, Snapshot] = {}  # key -> what waits for its encoder
         self._staged_bytes = 0
         self._load_jobs: dict[int, _LoadJob] = {}
@@ -178,7 +183,8 @@ class ChunkWorker(OffloadingWorker):
         self._closed = False
         self._encoders = self._pool("kv-encode", threads)
         self._decoders = self._pool("kv-decode", threads)
-        stores.on_evict = self._on_evict
+        stores.on_forget = self._on_forget
+        self._measure_stores()
 
     @staticmethod
     def _pool(name: str, threads: int) -> ThreadPoolExecutor:
@@ -212,7 +218,7 @@ class ChunkWorker(OffloadingWorker):
             snapshot = chunk.group.snapshot(chunk.block_ids)
             with self._lock:
                 self._staged[chunk.key] = snapshot
-            self._encoders.submit(self._store, chunk, snapshot, self._epoch)
+            self._encoders.submit(self._store, chunk, snapshot, self._namespace)
         with self._lock:
             self._finished.append(TransferResult(job_id=job_id, success=True))
         return True
@@ -225,11 +231,15 @@ class ChunkWorker(OffloadingWorker):
         for key in unclear:
             self._fail(job_id, key, "incomplete")
         job = _LoadJob(started=time.monotonic(), remaining=max(1, len(chunks)))
+        # The blocks' earlier owners, and their zeroing, may still be at work on a GPU.
+        written = _mark(self._groups[0].pages[0].device)
         with self._lock:
             self._load_jobs[job_id] = job
         if not chunks:
             self._load_done(job_id, 0)
-        job.futures = [self._decoders.submit(self._load, job_id, chunk) for chunk in chunks]
+        job.futures = [
+            self._decoders.submit(self._load, job_id, chunk, written) for chunk in chunks
+        ]
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -246,38 +256,25 @@ class ChunkWorker(OffloadingWorker):
             futures = [f for j in job_ids if (job := self._load_jobs.get(j)) for f in job.futures]
         wait_for(futures)
 
-    def set_epoch(self, epoch: bytes) -> None:
-        """Forget everything stored under an earlier epoch (after a reset of the cache)."""
-        if epoch == self._epoch:
+    def set_namespace(self, namespace: bytes) -> None:
+        """Forget everything stored under another namespace (after a reset of the cache)."""
+        if namespace == self._namespace:
             return
         with self._lock:
-            self._epoch = epoch
+            old, self._namespace = self._namespace, namespace
             self._staged.clear()
         for store in self._stores.stores:
-            if store.shared:  # the scheduler has removed there what belongs to the old epoch
-                self._encoders.submit(store.refresh)
-            else:
+            if not store.shared:
                 store.clear()
+            elif old:
+                self._encoders.submit(self._remove_namespace, store, old)
 
     def take_report(self) -> WorkerReport:
         """What happened since the last call."""
         with self._lock:
             report, self._report = self._report, WorkerReport()
-            staged = self._staged_bytes
-        if report.stored or report.gone or report.failed_loads or report.counters:
-            rank = str(self._rank)
-            report.gauges["staged_bytes", (rank,)] = staged
-            for store in self._stores.stores:
-                stats = store.stats()
-                where = (stats.name, rank)
-                report.gauges["store_bytes", where] = stats.bytes_held
-                report.gauges["store_entries", where] = stats.entries
-                report.gauges["store_capacity_bytes", where] = stats.capacity_bytes
-                for name, total in (("evictions", stats.evictions), ("store_errors", stats.errors)):
-                    delta = total - self._store_events[name, where]
-                    if delta:
-                        report.counters[name, where] += delta
-                        self._store_events[name, where] = total
+            if report.gauges:
+                report.gauges["staged_bytes", (str(self._rank),)] = self._staged_bytes
         return report
 
     def shutdown(self) -> None:
@@ -289,9 +286,11 @@ class ChunkWorker(OffloadingWorker):
 
     # --- on the threads ---------------------------------------------------------------------
 
-    def _store(self, chunk: ChunkBlocks, snapshot: Snapshot, epoch: bytes) -> None:
+    def _store(self, chunk: ChunkBlocks, snapshot: Snapshot, namespace: bytes) -> None:
         reason = None
         raw_bytes = snapshot.pages.numel()
+        blob = b""
+        seconds = 0.0
         try:
             key = rank_key(chunk.key, self._rank)
             started = time.thread_time()
@@ -299,37 +298,51 @@ class ChunkWorker(OffloadingWorker):
                 kv = chunk.group.layout.to_kv(snapshot.wait())
                 blob = self._codec.encode(kv, fingerprint=key)
             seconds = time.thread_time() - started
-            if epoch != self._epoch:
+            if namespace != self._namespace:
                 reason = "reset"
             elif not self._stores.put(key, blob):
                 reason = "refused"
-            else:
-                with self._lock:
-                    count = self._report.counters
-                    count["stored_chunks", ()] += 1
-                    count["stored_raw_bytes", ()] += raw_bytes
-                    count["stored_blob_bytes", ()] += len(blob)
-                    count["encode_seconds", ()] += seconds
-                    self._report.stored[chunk.key] += 1
+            elif namespace != self._namespace:  # reset while it was being put
+                self._remove(key)
+                reason = "reset"
         except StoreError as error:
             reason = "store_error"
             self._log_once(reason, "storing a chunk failed: %s", error)
         except Exception:
             reason = "encode_error"
             self._log_once(reason, "encoding a chunk failed", exc_info=True)
-        finally:
-            with self._lock:
-                self._staged_bytes -= raw_bytes
-                if self._staged.get(chunk.key) is snapshot:
-                    del self._staged[chunk.key]
-            if reason is not None:
-                self._drop(chunk.key, reason)
+        with self._lock:
+            self._staged_bytes -= raw_bytes
+            if self._staged.get(chunk.key) is snapshot:
+                del self._staged[chunk.key]
+        self._measure_stores()
+        if reason is not None:
+            self._drop(chunk.key, reason)
+            return
+        with self._lock:
+            count = self._report.counters
+            count["stored_chunks", ()] += 1
+            count["stored_raw_bytes", ()] += raw_bytes
+            count["stored_blob_bytes", ()] += len(blob)
+            count["encode_seconds", ()] += seconds
+            self._report.stored[chunk.key] += 1
 
-    def _load(self, job_id: int, chunk: ChunkBlocks) -> None:
+    def _remove_namespace(self, store: Store, namespace: bytes) -> None:
+        try:
+            store.refresh()
+            held = store.keys()
+            store.remove([key for key in held if key.startswith(namespace)])
+        except StoreError as error:
+            self._log_once("reset", "store %s was not cleared: %s", store.name, error)
+        self._measure_stores()
+
+    def _load(self, job_id: int, chunk: ChunkBlocks, written: torch.cuda.Event | None) -> None:
         raw_bytes = 0
         try:
             if not self._closed:
                 with beside_the_model(chunk.group.pages[0].device):
+                    if written is not None:
+                        torch.cuda.current_stream().wait_event(written)
                     raw_bytes = self._load_chunk(chunk)
         except LoadFailed as failure:
             self._fail(job_id, chunk.key, str(failure))
@@ -337,6 +350,7 @@ class ChunkWorker(OffloadingWorker):
             self._log_once("error", "loading a chunk failed", exc_info=True)
             self._fail(job_id, chunk.key, "error")
         finally:
+            self._measure_stores()
             self._load_done(job_id, raw_bytes)
 
     def _load_chunk(self, chunk: ChunkBlocks) -> int:
@@ -438,14 +452,34 @@ class ChunkWorker(OffloadingWorker):
         with self._lock:
             self._report.gone.add(key)
             self._report.counters["dropped_chunks", (reason,)] += 1
+        self._log_once(f"dropped {reason}", "a chunk was not stored: %s", reason)
 
-    def _on_evict(self, key: bytes, blob: bytes) -> None:
+    def _on_forget(self, key: bytes) -> None:
         with self._lock:
             self._report.gone.add(key[:-RANK_BYTES])
+
+    def _measure_stores(self) -> None:
+        """Take the stores' statistics, on a thread that may wait for a store."""
+        rank = str(self._rank)
+        for store in self._stores.stores:
+            stats = store.stats()
+            where = (stats.name, rank)
+            with self._lock:
+                gauges, count = self._report.gauges, self._report.counters
+                gauges["store_bytes", where] = stats.bytes_held
+                gauges["store_entries", where] = stats.entries
+                gauges["store_capacity_bytes", where] = stats.capacity_bytes
+                for name, total in (("evictions", stats.evictions), ("store_errors", stats.errors)):
+                    delta = total - self._store_events[name, where]
+                    if delta > 0:
+                        count[name, where] += delta
+                        self._store_events[name, where] = total
+            if stats.errors:
+                self._log_once(f"errors of {store.name}", "store %s fails", store.name)
 
     def _log_once(self, cause: str, message: str, *args: object, exc_info: bool = False) -> None:
         with self._lock:
             first = cause not in self._logged
             self._logged.add(cause)
         log: Callable[..., None] = logger.warning if first else logger.debug
-        log("KV offload: " + message, *args, exc_info=exc_info)
+        log(f"KV offload: {message}", *args, exc_info=exc_info)

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 MAX_KEY_BYTES = 128
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*")
 _UNITS = {
     "": 1,
     "b": 1,

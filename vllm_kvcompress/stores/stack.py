@@ -31,17 +31,26 @@ class StoreStack(Store):
         self._hits = self._misses = 0
         # With write_back, per store, the keys of which the stores below have no or an older blob.
         self._dirty: list[set[bytes]] = [set() for _ in self.stores]
-        for level, store in enumerate(self.stores[:-1]):
-            store.on_evict = self._eviction_handler(level)
+        self._on_evict: Callable[[bytes, bytes], None] | None = None
+        self.on_forget: Callable[[bytes], None] | None = None
+        """Called with a key that no store of this process alone holds any more: whether the
+        stack has it is now for the shared stores to say."""
+        for level, store in enumerate(self.stores):
+            if level + 1 < len(self.stores) or not store.shared:
+                store.on_evict = self._eviction_handler(level)
 
     @property
     def on_evict(self) -> Callable[[bytes, bytes], None] | None:
-        """That of the bottom: a disk need not read what it evicts where nobody wants it."""
-        return self.stores[-1].on_evict
+        """Called with what the bottom evicts."""
+        return self._on_evict
 
     @on_evict.setter
     def on_evict(self, handler: Callable[[bytes, bytes], None] | None) -> None:
-        self.stores[-1].on_evict = handler
+        self._on_evict = handler
+        bottom = self.stores[-1]
+        if bottom.shared:
+            # A disk need not read what it evicts where nobody wants it.
+            bottom.on_evict = handler
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         keys = check_keys(keys)
@@ -138,9 +147,15 @@ class StoreStack(Store):
 
     def _eviction_handler(self, level: int) -> Callable[[bytes, bytes], None]:
         def handle(key: bytes, blob: bytes) -> None:
-            below = self.stores[level + 1]
-            if self._clean(level, key) or not _contains(below, [key])[0]:
+            if level + 1 == len(self.stores):
+                if self._on_evict is not None:
+                    self._on_evict(key, blob)
+            elif self._clean(level, key) or not _contains(self.stores[level + 1], [key])[0]:
                 self._put_at(level + 1, key, blob)
+            if self.on_forget is not None and not any(
+                _contains(store, [key])[0] for store in self.stores if not store.shared
+            ):
+                self.on_forget(key)
 
         return handle
 
