@@ -17,8 +17,8 @@ from pathlib import Path
 import peer_lmcache
 import torch
 from texts import chosen_texts
-from vllm_kvcompress.calibration.dump import dump_kv, load_model, tokenize
 
+from vllm_kvcompress.calibration.dump import dump_kv, load_model, tokenize
 from vllm_kvcompress.codecs import create_codec
 
 MODEL = Path(__file__).resolve().parent.parent / ".cache" / "smollm2-135m"
