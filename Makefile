@@ -1,9 +1,10 @@
 # Every target first makes the environment it runs in (scripts/bootstrap.py), once.
-#   DEVICE=cuda      plain vLLM for a machine with an NVIDIA GPU, instead of the CPU engine
+#   DEVICE=cuda      plain vLLM for a machine with an NVIDIA GPU, instead of the CPU engine (cpu);
+#                    without it .venv stays what it is
 #   PYTHON=...       the Python 3.11 that .venv is made with, where it is not found
 #   ARGS="..."       more arguments for what the target runs
 
-DEVICE ?= cpu
+DEVICE ?=
 ARGS ?=
 BENCH ?= $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
 export PYTHON

