@@ -18,9 +18,6 @@ from vllm_kvcompress.stores import disk, memory, store_types
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
-# Levels and codecs take no profile yet.
-NOT_YET = {"profile"}
-
 
 def named() -> dict[str, set[str]]:
     from vllm_kvcompress.connector.metrics import COUNTERS, GAUGES
@@ -28,7 +25,7 @@ def named() -> dict[str, set[str]]:
     settings = {field.name for field in dataclasses.fields(OffloadSettings)}
     stores = (memory.MemoryStore, disk.DiskStore)
     return {
-        "settings": (settings | set(PASSED_TO_VLLM)) - NOT_YET,
+        "settings": settings | set(PASSED_TO_VLLM),
         "codecs": set(codec_names()),
         "levels": set(cachegen.LEVELS),
         "store types": set(store_types()),
