@@ -11,6 +11,7 @@ import argparse
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
@@ -96,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kv", help="safetensors file with dumped KV")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     kv = load(arguments.kv, 2048)
@@ -117,8 +118,7 @@ def main() -> None:
         "threads": [threads(chunk, "high", n, 16) for n in (1, 2, 4)],
     }
     if arguments.json:
-        print(json.dumps(result))
-        return
+        arguments.json.write_text(json.dumps(result, indent=1))
     show("levels, chunk of 256 tokens, one core", result["levels"], "level")
     show("tokens, level high", result["tokens"], "tokens")
     show("layers, level high", result["layers"], "layers")

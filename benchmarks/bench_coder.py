@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from pathlib import Path
 
 import constriction
 import numpy as np
@@ -173,14 +174,13 @@ def main() -> None:
     parser.add_argument("--sigma", type=float, nargs="+", default=[1.0, 2.0, 4.0])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     rows = []
     for sigma in [*arguments.sigma, None]:
         rows += measure(sigma, arguments.tokens, arguments.repeats)
     if arguments.json:
-        print(json.dumps(rows))
-        return
+        arguments.json.write_text(json.dumps(rows, indent=1))
     print(
         f"{'':18} sigma entropy    bits  encode  decode  Msymbols/s; one core, AVX2 {vec.HAS_AVX2}"
     )

@@ -1,6 +1,6 @@
 """The Triton kernels: speed on a GPU, and what they need compiled ahead of time.
 
-python benchmarks/bench_device.py [--aot] [--json] [--profile]
+python benchmarks/bench_device.py [--aot] [--json FILE] [--profile]
 
 On a GPU: the bytes of every level against the reference, then GB/s of the tensor, encoded into host
 memory and decoded from it: the kernels with their transfers, the whole codec, and codec ``raw``,
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
@@ -136,7 +137,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="also time every kernel")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
 
     result: dict[str, object] = {}
@@ -160,12 +161,11 @@ def main() -> None:
     ]
     result["resources"] = [asdict(r) for r in needs]
     if arguments.json:
-        print(json.dumps(result, indent=2))
-    else:
-        if here:
-            print(f"{result['device']}, {result['shape']} bf16, the same bytes as on the CPU")
-            show_speeds(speeds)
-        show_resources(needs)
+        arguments.json.write_text(json.dumps(result, indent=2))
+    if here:
+        print(f"{result['device']}, {result['shape']} bf16, the same bytes as on the CPU")
+        show_speeds(speeds)
+    show_resources(needs)
     if here and arguments.profile:
         print(profile(kv))
 

@@ -147,6 +147,15 @@ def running_engine(
         cleanup_dist_env_and_memory()
 
 
+@pytest.fixture(scope="module")
+def gated() -> Iterator[None]:
+    """The codec and the store of ``tests.engine.gates`` by the name ``gated``."""
+    from tests.engine import gates
+
+    with gates.registered():
+        yield
+
+
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.engine.models import tiny_llama

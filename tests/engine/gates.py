@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from vllm_kvcompress.codecs import register_codec
+from vllm_kvcompress import codecs, stores
 from vllm_kvcompress.codecs.raw import RawCodec
-from vllm_kvcompress.stores import StoreError, register_store
+from vllm_kvcompress.stores import StoreError
 from vllm_kvcompress.stores.memory import MemoryStore
 
 encoding_allowed = threading.Event()
@@ -49,8 +51,17 @@ class GatedStore(MemoryStore):
         return super().put(key, blob)
 
 
-def register() -> None:
-    """Make both known by the name ``gated``, with every gate open."""
-    register_codec("gated", "tests.engine.gates:GatedCodec")
-    register_store("gated", "tests.engine.gates:GatedStore")
+@contextmanager
+def registered() -> Iterator[None]:
+    """Make both known by the name ``gated``, with every gate open, for a while."""
+    known = dict(codecs._REGISTRY), dict(stores._REGISTRY)
+    codecs.register_codec("gated", "tests.engine.gates:GatedCodec")
+    stores.register_store("gated", "tests.engine.gates:GatedStore")
     open_all()
+    try:
+        yield
+    finally:
+        open_all()
+        for registry, before in zip((codecs._REGISTRY, stores._REGISTRY), known, strict=True):
+            registry.clear()
+            registry.update(before)

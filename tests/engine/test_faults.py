@@ -13,8 +13,7 @@ CHUNKS = 4
 
 
 @pytest.fixture(scope="module")
-def engine(llama):
-    gates.register()
+def engine(llama, gated):
     offload = {
         "codec": "raw",
         "stores": [{"type": "gated", "bytes": "64MiB"}],

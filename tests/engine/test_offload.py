@@ -102,8 +102,8 @@ def test_several_cache_groups_that_share_tensors_are_stored_and_restored(gemma3)
         assert not engine.metrics().get("load_failures")
 
 
-def test_a_request_ends_while_its_chunks_still_wait_for_a_slow_codec_and_store(llama):
-    gates.register()
+def test_a_request_ends_while_its_chunks_still_wait_for_a_slow_codec_and_store(llama, gated):
+    gates.open_all()
     offload = {"codec": "gated", "stores": [{"type": "gated", "bytes": "64MiB"}]}
     with running_engine(llama, offload) as engine:
         text = prompt(2 * CHUNK + 5)
@@ -121,8 +121,8 @@ def test_a_request_ends_while_its_chunks_still_wait_for_a_slow_codec_and_store(l
         assert engine.metrics()["stored_chunks"] == 4
 
 
-def test_full_staging_drops_stores_and_counts_them(llama):
-    gates.register()
+def test_full_staging_drops_stores_and_counts_them(llama, gated):
+    gates.open_all()
     chunk_bytes = 2 * 2 * CHUNK * 2 * 32 * 2
     offload = {
         "codec": "gated",
@@ -141,10 +141,10 @@ def test_full_staging_drops_stores_and_counts_them(llama):
         assert engine.generate(text)[0].cached == 2 * CHUNK
 
 
-def test_an_aborted_request_does_not_disturb_the_one_after_it(llama):
+def test_an_aborted_request_does_not_disturb_the_one_after_it(llama, gated):
     from vllm import SamplingParams
 
-    gates.register()
+    gates.open_all()
     offload = {"codec": "raw", "stores": [{"type": "gated", "bytes": "64MiB"}]}
     with running_engine(llama, offload) as engine:
         text = prompt(CHUNKS * CHUNK + BLOCK // 2)
