@@ -280,7 +280,7 @@ def install_requirements(device):
     what = f"installing {len(pinned(device))} packages of {os.path.relpath(file, ROOT)}"
     what += f" (about {INSTALLED[device]})"
     # Compiled on import instead: most of these modules are never imported.
-    pip(["install", "--no-deps", "--no-compile", "-r", file], "install", what)
+    pip(["install", "--no-deps", "-r", file], "install", what)
     if device == "cuda":
         return
     present = [name for name in FORBIDDEN if name in installed()]
