@@ -279,7 +279,8 @@ def install_requirements(device):
     file = REQUIREMENTS[device]
     what = f"installing {len(pinned(device))} packages of {os.path.relpath(file, ROOT)}"
     what += f" (about {INSTALLED[device]})"
-    # Compiled on import instead: most of these modules are never imported.
+    # pip compiles them: where PYTHONDONTWRITEBYTECODE is set, each of an engine's processes would
+    # otherwise compile all that it imports again.
     pip(["install", "--no-deps", "-r", file], "install", what)
     if device == "cuda":
         return
