@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from timing import best_time
 
 from vllm_kvcompress.codecs import create_codec
 from vllm_kvcompress.kernels.cachegen import format as fmt
@@ -42,16 +43,6 @@ def load(path: str | None, tokens: int) -> torch.Tensor:
     return load_file(path)["kv"][:, :, :tokens].contiguous()
 
 
-def best(function, repeats: int) -> float:
-    """Smallest time of one call in seconds of this process's own time."""
-    times = []
-    for _ in range(repeats):
-        start = time.process_time()
-        function()
-        times.append(time.process_time() - start)
-    return min(times)
-
-
 def measure(kv: torch.Tensor, level: str, repeats: int, **names) -> dict:
     codec = create_codec("cachegen", level=level)
     blob = codec.encode(kv)
@@ -60,8 +51,8 @@ def measure(kv: torch.Tensor, level: str, repeats: int, **names) -> dict:
     return {
         "level": level, **names, "shape": list(kv.shape),
         "bits_per_value": 8 * len(blob) / kv.numel(),
-        "encode_gb_s": size / best(lambda: codec.encode(kv), repeats) / 1e9,
-        "decode_gb_s": size / best(lambda: codec.decode(blob, out=out), repeats) / 1e9,
+        "encode_gb_s": size / best_time(lambda: codec.encode(kv), repeats) / 1e9,
+        "decode_gb_s": size / best_time(lambda: codec.decode(blob, out=out), repeats) / 1e9,
     }  # fmt: skip
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 
 import constriction
 import numpy as np
 import zstandard
+from timing import best_time
 
 from vllm_kvcompress.kernels.cachegen import _vector as vec
 from vllm_kvcompress.kernels.cachegen import cpu
@@ -39,16 +39,6 @@ def draw(sigma: float | None, tokens: int, seed: int = 0) -> tuple[np.ndarray, f
     drawn = np.stack([rng.choice(n, tokens, p=q) for q in p], 1)
     entropy = -(p * np.log2(np.maximum(p, 1e-300))).sum(1).mean()
     return (drawn + fmt.CENTRE).astype(np.uint8), float(entropy)
-
-
-def best_time(function, repeats: int) -> float:
-    """Smallest time of one call in seconds of this process's own time on the core."""
-    times = []
-    for _ in range(repeats):
-        start = time.process_time()
-        function()
-        times.append(time.process_time() - start)
-    return min(times)
 
 
 class Lanes:

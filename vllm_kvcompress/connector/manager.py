@@ -163,9 +163,7 @@ class ChunkManager(OffloadingManager):
             old = fingerprint.namespace(self._fingerprint, self._epoch)
             for store in self._shared_stores:
                 try:
-                    store.refresh()
-                    held = store.keys()
-                    store.remove([key for key in held if key.startswith(old)])
+                    store.remove_prefix(old)
                 except StoreError as error:
                     logger.warning("KV offload: store %s was not cleared: %s", store.name, error)
         self._epoch = os.urandom(8)

@@ -329,9 +329,7 @@ class ChunkWorker(OffloadingWorker):
 
     def _remove_namespace(self, store: Store, namespace: bytes) -> None:
         try:
-            store.refresh()
-            held = store.keys()
-            store.remove([key for key in held if key.startswith(namespace)])
+            store.remove_prefix(namespace)
         except StoreError as error:
             self._log_once("reset", "store %s was not cleared: %s", store.name, error)
         self._measure_stores()

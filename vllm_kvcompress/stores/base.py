@@ -107,6 +107,11 @@ class Store(ABC):
     def refresh(self) -> None:  # noqa: B027
         """Learn what other processes have stored and removed. May raise StoreError."""
 
+    def remove_prefix(self, prefix: bytes) -> None:
+        """Forget every key that begins so, whoever stored it. May raise StoreError."""
+        self.refresh()
+        self.remove([key for key in self.keys() if key.startswith(prefix)])
+
     def close(self) -> None:  # noqa: B027
         """Release what the store holds open. What is shared stays."""
 
