@@ -273,17 +273,49 @@ def assert_only_whole_blobs(path, capacity):
 
 
 def test_a_writer_killed_at_any_moment_leaves_only_whole_blobs(path):
-    size, chance, leftovers = 1 << 20, random.Random(7), 0
+    size, chance = 1 << 20, random.Random(7)
     for seed in range(25):
         process = start_writer(path, seed, -1, size)
         time.sleep(chance.uniform(0, 0.06))
         process.kill()
         assert process.wait() == -signal.SIGKILL
         process.stdout.close()
-        leftovers += len(files_below(path, ".tmp"))
         held = assert_only_whole_blobs(path, 20 * size)
     assert held > 0
-    assert leftovers > 0, "no writer was killed inside a write"
+
+
+KILLED_INSIDE = """
+import os, signal, sys
+from vllm_kvcompress.stores.disk import DiskStore
+
+path, step, moment = sys.argv[1:]
+store = DiskStore(path, bytes=1 << 20)
+assert store.put(b"before", bytes(1000))
+real = getattr(os, step)
+
+def fatal(*arguments, **options):
+    if moment == "after":
+        real(*arguments, **options)
+    elif step == "write":
+        real(arguments[0], arguments[1][:500])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+setattr(os, step, fatal)
+store.put(b"killed", bytes(1000))
+"""
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("step", ["write", "rename"])
+def test_a_writer_killed_inside_a_write_leaves_its_blob_whole_or_not_at_all(path, step, moment):
+    process = subprocess.run([sys.executable, "-c", KILLED_INSIDE, path, step, moment])
+    assert process.returncode == -signal.SIGKILL
+    renamed = (step, moment) == ("rename", "after")
+    assert len(files_below(path, ".tmp")) == (0 if renamed else 1)
+    store = DiskStore(path, bytes=1 << 20)
+    assert not files_below(path, ".tmp")
+    assert store.get(b"before") == bytes(1000)
+    assert store.get(b"killed") == (bytes(1000) if renamed else None)
 
 
 def test_two_processes_share_a_directory(path):
