@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from importlib import import_module
 from types import ModuleType
 
 import torch
 
-ENVIRONMENT = "VLLM_KVCOMPRESS_KERNELS"
+from .. import dispatch
+from ..dispatch import ENVIRONMENT
+
+__all__ = ["ENVIRONMENT", "implementation"]
+
 _MODULES = {"reference": "reference", "cpu": "cpu", "triton": "triton_codec"}
 
 
@@ -21,7 +23,4 @@ def implementation(device: torch.device) -> tuple[str, ModuleType]:
     tensors on the CPU, ``triton`` contiguous ones on its device. Raises ValueError for an unknown
     name.
     """
-    name = os.environ.get(ENVIRONMENT) or ("cpu" if device.type == "cpu" else "triton")
-    if name not in _MODULES:
-        raise ValueError(f"{ENVIRONMENT}={name!r}: choose from {', '.join(_MODULES)}")
-    return name, import_module(f".{_MODULES[name]}", __name__)
+    return dispatch.implementation(__name__, _MODULES, device)

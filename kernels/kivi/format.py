@@ -1,0 +1,192 @@
+"""Bytes of a KIVI page: the one place that knows where anything lies.
+
+A page is one block of ``block_tokens`` tokens of one KV head. KIVI (Liu et al., ICML 2024) codes K
+per channel in groups along tokens and V per token in groups along channels, each group with its
+scale ``s`` and minimum ``m`` in the model's dtype: ``value = code * s + m``.
+
+Every code takes two bits in a *plane*. A plane of ``rows x columns`` codes is an array of
+little-endian 32-bit words ``[rows / 16, columns]``: bits ``2 i`` and ``2 i + 1`` of word ``[r, c]``
+are row ``16 r + i`` of column ``c``. The rows are what attention sums over, so that one shift
+unpacks neighbouring columns: K has channels as rows and tokens as columns, V the reverse. A code of
+four bits is ``4 * high + low``: ``high`` in the first plane, ``low`` in a second one. K's second
+plane holds all channels (4-bit K), the page's own choice of ``boosted`` channels in ascending
+order, or none; V's holds all tokens (4-bit V) or none.
+
+Sections of a page, in this order, without gaps, zeros at the end up to a whole number of bytes a
+token. ``S`` is ``sinks``, ``D`` the head size, ``B`` the block's tokens, ``G`` the group:
+
+    key_codes       u32   [D / 16, B]
+    key_extra       u32   [extra rows / 16, B]
+    value_codes     u32   [B / 16, D]
+    value_extra     u32   [B / 16, D]             4-bit V only
+    key_scale       dtype [B / G, D]
+    key_min         dtype [B / G, D]
+    value_scale     dtype [value groups, B]
+    value_min       dtype [value groups, B]
+    sink_keys       dtype [S, D]
+    boosted         u8    [boosted]               boosted channels, if K has two bits
+
+The first ``sinks`` tokens of a sequence keep their K exact in ``sink_keys`` of the sequence's first
+block; they take no part in their group's scale, and their codes are zero. In other blocks
+``sink_keys`` is zero.
+
+What is not filled is zero: codes, scales and minima of tokens at and after the fill count.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+ROWS = 16
+"""Rows of a plane that share a word."""
+
+GROUPS = (32, 64, 128)
+BITS = (2, 4)
+HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FITS = ("minmax", "squares")
+
+SHRINK = 0.8
+"""``squares``: the first range, as a share of the group's, about its middle."""
+
+ROUNDS = 3
+"""``squares``: how often scale and minimum are fitted to the codes, and the codes to them."""
+
+
+@dataclass(frozen=True)
+class PageFormat:
+    """Everything that the bytes of a page depend on. Raises ValueError for what has no page."""
+
+    block_tokens: int
+    head_size: int
+    dtype: torch.dtype
+    """The model's, of scales, minima, sinks and exact tokens."""
+    group: int = 32
+    """Tokens of a group of K, and channels of a group of V (its last one may be shorter)."""
+    key_bits: int = 2
+    value_bits: int = 2
+    boosted: int = 0
+    """K channels of a page, its widest, with four bits; a multiple of 16."""
+    sinks: int = 0
+    """Tokens at the start of a sequence whose K stay exact."""
+    fit: str = "minmax"
+    """How scales are found: ``minmax`` as published, or ``squares``, least squared error."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("group", GROUPS),
+            ("key_bits", BITS),
+            ("value_bits", BITS),
+            ("dtype", DTYPES),
+            ("head_size", HEAD_SIZES),
+            ("fit", FITS),
+        ):
+            value = getattr(self, name)
+            if value not in choices:
+                listed = ", ".join(str(choice) for choice in choices)
+                raise ValueError(f"{name} is {value}; choose from {listed}")
+        if self.block_tokens < 1 or self.block_tokens % self.group:
+            raise ValueError(
+                f"group is {self.group}, which does not divide the block of "
+                f"{self.block_tokens} tokens"
+            )
+        if self.boosted % ROWS or not 0 <= self.boosted <= self.head_size:
+            raise ValueError(
+                f"boosted is {self.boosted}; choose a multiple of {ROWS} up to the head size, "
+                f"{self.head_size}"
+            )
+        if self.boosted and self.key_bits != 2:
+            raise ValueError(f"boosted is {self.boosted}, and K has {self.key_bits} bits already")
+        if not 0 <= self.sinks <= self.group:
+            raise ValueError(f"sinks is {self.sinks}; choose from 0 to the group, {self.group}")
+
+    @cached_property
+    def key_groups(self) -> int:
+        """Groups of K's tokens in a page."""
+        return self.block_tokens // self.group
+
+    @cached_property
+    def value_group(self) -> int:
+        """Channels of a group of V."""
+        return min(self.group, self.head_size)
+
+    @cached_property
+    def value_groups(self) -> int:
+        """Groups of V's channels, the last perhaps shorter."""
+        return -(-self.head_size // self.value_group)
+
+    @cached_property
+    def extra_rows(self) -> int:
+        """Channels in K's second plane."""
+        return self.head_size if self.key_bits == 4 else self.boosted
+
+    @cached_property
+    def sections(self) -> dict[str, tuple[int, int]]:
+        """Offset and length in bytes of each section of a page."""
+        tokens, size, item = self.block_tokens, self.head_size, self.dtype.itemsize
+        plane = size * tokens // 4
+        lengths = {
+            "key_codes": plane,
+            "key_extra": self.extra_rows * tokens // 4,
+            "value_codes": plane,
+            "value_extra": plane if self.value_bits == 4 else 0,
+            "key_scale": self.key_groups * size * item,
+            "key_min": self.key_groups * size * item,
+            "value_scale": self.value_groups * tokens * item,
+            "value_min": self.value_groups * tokens * item,
+            "sink_keys": self.sinks * size * item,
+            "boosted": self.boosted,
+        }
+        found, offset = {}, 0
+        for name, length in lengths.items():
+            found[name] = (offset, length)
+            offset += length
+        return found
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of a page, a token: what vLLM takes as ``state_content_bytes``."""
+        offset, length = self.sections["boosted"]
+        return math.ceil((offset + length) / self.block_tokens)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the page of one head."""
+        return self.token_bytes * self.block_tokens
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits of a page divided by its values, everything counted."""
+        return self.token_bytes * 8 / (2 * self.head_size)
+
+    @property
+    def exact_token_bytes(self) -> int:
+        """Bytes of K and V of one token of one head as the model has them."""
+        return 2 * self.head_size * self.dtype.itemsize
+
+    def section(self, page: torch.Tensor, name: str) -> torch.Tensor:
+        """A view of one section of contiguous pages ``uint8 [..., page_bytes]``, in its shape."""
+        offset, length = self.sections[name]
+        tokens, size = self.block_tokens, self.head_size
+        data = page[..., offset : offset + length]
+        shape = {
+            "key_codes": (size // ROWS, tokens),
+            "key_extra": (self.extra_rows // ROWS, tokens),
+            "value_codes": (tokens // ROWS, size),
+            "value_extra": (tokens // ROWS if length else 0, size),
+            "key_scale": (self.key_groups, size),
+            "key_min": (self.key_groups, size),
+            "value_scale": (self.value_groups, tokens),
+            "value_min": (self.value_groups, tokens),
+            "sink_keys": (self.sinks, size),
+            "boosted": (self.boosted,),
+        }[name]
+        if name == "boosted":
+            kind = torch.uint8
+        else:
+            kind = torch.int32 if name.endswith(("codes", "extra")) else self.dtype
+        return data.contiguous().view(kind).view(*page.shape[:-1], *shape)

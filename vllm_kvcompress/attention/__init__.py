@@ -1,0 +1,1 @@
+"""Attention backends whose pages are compressed in place."""
