@@ -6,9 +6,11 @@ Written against vLLM 0.32.0. A new release is this module's work.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 LOGGER_NAME = "vllm.kvcompress"
 """vLLM configures the logger ``vllm`` and what lies below it; others stay silent."""
+
+CUSTOM_BACKEND = "CUSTOM"
+"""The name in vLLM's list of attention backends that is free for others."""
 
 _cpu_affinity: set[int] | None = None
 
@@ -205,3 +210,169 @@ def scales_of(layer: Any) -> tuple[list[float], list[float]]:
         scale = getattr(layer, name, None)
         found.append([] if scale is None else scale.detach().float().cpu().reshape(-1).tolist())
     return found[0], found[1]
+
+
+def add_cache_dtypes(names: Iterable[str]) -> None:
+    """Let ``kv_cache_dtype`` be one of ``names``, whose pages are bytes to vLLM."""
+    from typing import Literal, get_args
+
+    import pydantic.dataclasses
+    from vllm.config import cache as cache_module
+    from vllm.utils import torch_utils
+
+    known = get_args(cache_module.CacheDType)
+    new = [name for name in names if name not in known]
+    if not new:
+        return
+    longer = Literal[(*known, *new)]
+    # These modules took the list by name when they were imported.
+    for module in ("vllm.config.cache", "vllm.engine.arg_utils", "vllm.v1.attention.selector"):
+        if module in sys.modules:
+            sys.modules[module].CacheDType = longer
+    torch_utils.STR_DTYPE_TO_TORCH_DTYPE.update(dict.fromkeys(new, torch.uint8))
+
+    config = cache_module.CacheConfig
+    config.__annotations__["cache_dtype"] = longer
+    config.__dataclass_fields__["cache_dtype"].type = longer
+    config.__pydantic_fields__["cache_dtype"].annotation = longer
+    pydantic.dataclasses.rebuild_dataclass(config, force=True, _types_namespace=vars(cache_module))
+
+
+def _wrapped(function: Callable[..., Any]) -> bool:
+    """Whether this package has wrapped a function already."""
+    return getattr(function, "_kvcompress", False)
+
+
+def route_attention(
+    cache_dtypes: Iterable[str], class_path: str, refusal: Callable[[Any], str | None]
+) -> None:
+    """Give layers whose ``kv_cache_dtype`` is one of these the backend at ``class_path``.
+
+    ``refusal`` gets vLLM's ``AttentionSelectorConfig`` and says what in it is not supported; then
+    ValueError is raised. Selection is per layer: layers with other dtypes keep their backend.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    cache_dtypes = frozenset(cache_dtypes)
+    platform = type(current_platform)
+    original = platform.get_attn_backend_cls.__func__
+    if _wrapped(original):
+        return
+
+    @functools.wraps(original)
+    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, *args, **options):
+        if attn_selector_config.kv_cache_dtype not in cache_dtypes:
+            return original(cls, selected_backend, attn_selector_config, *args, **options)
+        reason = refusal(attn_selector_config)
+        if reason:
+            raise ValueError(f"kv_cache_dtype {attn_selector_config.kv_cache_dtype}: {reason}")
+        return class_path
+
+    get_attn_backend_cls._kvcompress = True
+    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+    register_backend(AttentionBackendEnum[CUSTOM_BACKEND], class_path)
+
+
+def on_config(callback: Callable[[VllmConfig], None]) -> None:
+    """Call ``callback`` with every new configuration of an engine, before anything is loaded."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    original = platform.check_and_update_config.__func__
+    if _wrapped(original):
+        return
+
+    @functools.wraps(original)
+    def check_and_update_config(cls, vllm_config):
+        original(cls, vllm_config)
+        callback(vllm_config)
+
+    check_and_update_config._kvcompress = True
+    platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def on_available_memory(callback: Callable[[VllmConfig, int], int]) -> None:
+    """Let ``callback`` turn a worker's memory for the KV cache, in bytes, into what pages may take.
+
+    To be called in the worker, when its module has been loaded.
+    """
+    for module, name in (
+        ("vllm.v1.worker.gpu_worker", "Worker"),
+        ("vllm.v1.worker.cpu_worker", "CPUWorker"),
+    ):
+        worker = getattr(sys.modules.get(module), name, None)
+        original = vars(worker).get("determine_available_memory") if worker else None
+        if original is None or _wrapped(original):
+            continue
+
+        def determine_available_memory(self, *args, _original=original, **options):
+            return callback(self.vllm_config, _original(self, *args, **options))
+
+        determine_available_memory._kvcompress = True
+        worker.determine_available_memory = determine_available_memory
+
+
+def with_layer_dtype(dtype_of: Callable[[VllmConfig, str, int | None], str | None]) -> None:
+    """Let ``dtype_of`` choose the ``kv_cache_dtype`` of single attention layers.
+
+    It gets the configuration, the layer's name and its sliding window, and returns a dtype, or None
+    for what vLLM would do.
+    """
+    from vllm.model_executor.layers.attention import Attention
+
+    original = Attention.__init__
+    if _wrapped(original):
+        return
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self, *args, **options):
+        bound = signature.bind(self, *args, **options)
+        cache = bound.arguments.get("cache_config")
+        vllm_config = current_vllm_config()
+        if cache is not None and vllm_config is not None:
+            window = bound.arguments.get("per_layer_sliding_window") or cache.sliding_window
+            dtype = dtype_of(vllm_config, bound.arguments.get("prefix", ""), window)
+            if dtype is not None:
+                cache = copy.copy(cache)
+                cache.cache_dtype = dtype
+                cache.kv_cache_dtype_skip_layers = []
+                bound.arguments["cache_config"] = cache
+        original(*bound.args, **bound.kwargs)
+
+    __init__._kvcompress = True
+    Attention.__init__ = __init__
+
+
+def layer_number(layer_name: str) -> int:
+    """The index in its model of the layer with this name."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    return extract_layer_index(layer_name)
+
+
+def current_vllm_config() -> VllmConfig | None:
+    """The configuration that vLLM has made current, or None outside of any."""
+    from vllm.config.vllm import get_current_vllm_config_or_none
+
+    return get_current_vllm_config_or_none()
+
+
+def is_opaque_spec(spec: AttentionSpec) -> bool:
+    """Whether a layer's pages are bytes whose meaning only its backend knows."""
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    return spec.dtype == torch.uint8 and spec.kv_quant_mode == KVQuantMode.NONE
+
+
+def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
+    """The model's attention layers that keep a KV cache, by name."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+
+    return {
+        name: layer
+        for name, layer in get_layers_from_vllm_config(vllm_config, Attention).items()
+        if layer.attn_type == "decoder" and layer.kv_sharing_target_layer_name is None
+    }

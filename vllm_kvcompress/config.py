@@ -1,4 +1,4 @@
-"""The settings of the offload connector: parsed from ``kv_connector_extra_config``, validated."""
+"""All settings, validated: of the offload connector and of KIVI pages."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvcompress.codecs import Codec, create_codec
+from vllm_kvcompress.kernels.kivi.format import PageFormat
 from vllm_kvcompress.stores import parse_size
 
 DEFAULT_STORES = ({"type": "memory", "bytes": "4GiB"},)
+
+IN_PLACE = "in_place"
+"""The setting that names a ``kv_cache_dtype`` of KIVI pages, as ``--kv-cache-dtype`` does."""
 
 PASSED_TO_VLLM = ("offload_prompt_only", "self_describing_kv_events")
 """Keys of vLLM's own offloading connector that keep their meaning."""
@@ -49,11 +53,12 @@ class OffloadSettings:
         a value that cannot be used.
         """
         known = set(cls.__dataclass_fields__)
-        unknown = sorted(set(extra_config) - known - set(PASSED_TO_VLLM))
+        others = {*PASSED_TO_VLLM, IN_PLACE}
+        unknown = sorted(set(extra_config) - known - others)
         if unknown:
             raise ValueError(
                 f"kv_connector_extra_config: unknown setting {unknown[0]!r}; "
-                f"choose from {', '.join(sorted(known | set(PASSED_TO_VLLM)))}"
+                f"choose from {', '.join(sorted(known | others))}"
             )
         values: dict[str, Any] = {k: v for k, v in extra_config.items() if k in known}
         for name in (*PASSED_TO_VLLM, "write_back"):
@@ -95,3 +100,132 @@ class OffloadSettings:
 
 def _error(name: str, value: Any, expected: str) -> ValueError:
     return ValueError(f"kv_connector_extra_config: {name} is {value!r}; expected {expected}")
+
+
+KIVI_DTYPES = {
+    "kivi_2bit": (2, 2),
+    "kivi_4bit": (4, 4),
+    "kivi_k4v2": (4, 2),
+    "kivi_k2v4": (2, 4),
+}
+"""The ``kv_cache_dtype`` names of KIVI pages: bits of K, bits of V."""
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "kivi": {
+        "group_size": 32,
+        "sink_tokens": 0,
+        "boosted_channels": 0,
+        "clipping": "none",
+    },
+    "balanced": {
+        "group_size": 64,
+        "sink_tokens": 1,
+        "boosted_channels": 0.25,
+        "clipping": "least_squares",
+    },
+}
+"""``kivi`` is the published method, ``balanced`` loses less at the same bits."""
+
+_FITS = {"none": "minmax", "least_squares": "squares"}
+
+
+@dataclass(frozen=True)
+class KiviSettings:
+    """What a user sets under ``additional_config``, ``{"kvcompress": {"kivi": {...}}}``."""
+
+    preset: str = "balanced"
+    """Where the other settings' defaults come from."""
+    group_size: int = 64
+    """Tokens of a group of K and channels of a group of V that share a scale."""
+    residual_length: int = 128
+    """Most recent tokens of a request that stay exact."""
+    sink_tokens: int = 1
+    """First tokens of a request whose K stay exact."""
+    boosted_channels: int | float = 0.25
+    """K channels of a page with 4 bits under a dtype of 2: a number, or a share below 1."""
+    clipping: str = "least_squares"
+    """How scales are found: ``none``, from minimum and maximum, or ``least_squares``."""
+    pool_share: float = 0.1
+    """Most that the exact tokens may take of the KV cache's memory."""
+    skip_dtype: str = "auto"
+    """``kv_cache_dtype`` of the layers in ``kv_cache_dtype_skip_layers``."""
+
+    @classmethod
+    def parse(cls, additional_config: Any) -> KiviSettings:
+        """Validate ``additional_config["kvcompress"]["kivi"]``.
+
+        Raises ValueError, which names the setting and the choices.
+        """
+        where = "additional_config: kvcompress"
+        ours = (
+            additional_config.get("kvcompress", {}) if isinstance(additional_config, dict) else {}
+        )
+        if not isinstance(ours, Mapping):
+            raise ValueError(f'{where} is {ours!r}; expected an object such as {{"kivi": {{}}}}')
+        unknown = sorted(set(ours) - {"kivi"})
+        if unknown:
+            raise ValueError(f"{where}: unknown setting {unknown[0]!r}; choose from kivi")
+        given = ours.get("kivi", {})
+        where += ".kivi"
+        if not isinstance(given, Mapping):
+            raise ValueError(
+                f'{where} is {given!r}; expected an object such as {{"group_size": 64}}'
+            )
+        known = list(cls.__dataclass_fields__)
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise ValueError(
+                f"{where}: unknown setting {unknown[0]!r}; choose from {', '.join(known)}"
+            )
+
+        def check(name: str, good: bool, expected: str) -> None:
+            if name in given and not good:
+                raise ValueError(f"{where}: {name} is {given[name]!r}; expected {expected}")
+
+        def number(name: str, *kinds: type) -> Any:
+            value = given.get(name, 0)
+            return value if isinstance(value, kinds) and not isinstance(value, bool) else None
+
+        for name, choices in (
+            ("preset", tuple(PRESETS)),
+            ("clipping", tuple(_FITS)),
+            ("skip_dtype", ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")),
+        ):
+            check(name, given.get(name) in choices, " or ".join(choices))
+        check("group_size", number("group_size", int) in (32, 64, 128), "32, 64 or 128")
+        length = number("residual_length", int)
+        check("residual_length", length is not None and 1 <= length <= 1 << 20, "1 token or more")
+        sinks = number("sink_tokens", int)
+        check("sink_tokens", sinks is not None and 0 <= sinks <= 32, "0 to 32 tokens")
+        boosted = number("boosted_channels", int, float)
+        check(
+            "boosted_channels",
+            boosted is not None and (0 <= boosted < 1 or (boosted >= 1 and boosted % 16 == 0)),
+            "a share from 0 to below 1, or a multiple of 16",
+        )
+        share = number("pool_share", int, float)
+        check("pool_share", share is not None and 0 < share <= 0.9, "a share above 0, up to 0.9")
+        preset = PRESETS[given.get("preset", cls.preset)]
+        return cls(**{**preset, **given})
+
+    def page_format(
+        self, cache_dtype: str, block_tokens: int, head_size: int, dtype: Any
+    ) -> PageFormat:
+        """The format of pages under a KIVI dtype. Raises ValueError for what has no page."""
+        key_bits, value_bits = KIVI_DTYPES[cache_dtype]
+        boosted = 0
+        if key_bits == 2:
+            boosted = self.boosted_channels
+            if boosted < 1:
+                boosted = round(boosted * head_size / 16) * 16
+        return PageFormat(
+            block_tokens=block_tokens,
+            head_size=head_size,
+            dtype=dtype,
+            group=self.group_size,
+            key_bits=key_bits,
+            value_bits=value_bits,
+            boosted=int(boosted),
+            sinks=self.sink_tokens,
+            fit=_FITS[self.clipping],
+        )

@@ -5,9 +5,15 @@ vLLM calls it in the front end, in the engine core and in every worker, and may 
 
 
 def register() -> None:
-    """Make ``KVCompressConnector`` known to vLLM by name."""
-    from vllm_kvcompress import compat
+    """Make ``KVCompressConnector`` and the KIVI dtypes known to vLLM by name."""
+    from vllm_kvcompress import checks, compat
+    from vllm_kvcompress.config import KIVI_DTYPES
 
     compat.remember_cpu_affinity()
     compat.shield_llvmlite()
     compat.register_connector("KVCompressConnector", "vllm_kvcompress.connector.connector")
+    compat.add_cache_dtypes(KIVI_DTYPES)
+    compat.route_attention(
+        KIVI_DTYPES, "vllm_kvcompress.attention.kivi.KiviBackend", checks.refused_layer
+    )
+    compat.on_config(checks.check_config)

@@ -12,8 +12,8 @@ four bits is ``4 * high + low``: ``high`` in the first plane, ``low`` in a secon
 plane holds all channels (4-bit K), the page's own choice of ``boosted`` channels in ascending
 order, or none; V's holds all tokens (4-bit V) or none.
 
-Sections of a page, in this order, without gaps, zeros at the end up to a whole number of bytes a
-token. ``S`` is ``sinks``, ``D`` the head size, ``B`` the block's tokens, ``G`` the group:
+Sections of a page, in this order, without gaps, then zeros up to ``token_bytes`` a token. ``S`` is
+``sinks``, ``D`` the head size, ``B`` the block's tokens, ``G`` the group:
 
     key_codes       u32   [D / 16, B]
     key_extra       u32   [extra rows / 16, B]
@@ -124,34 +124,40 @@ class PageFormat:
         """Channels in K's second plane."""
         return self.head_size if self.key_bits == 4 else self.boosted
 
-    @cached_property
-    def sections(self) -> dict[str, tuple[int, int]]:
-        """Offset and length in bytes of each section of a page."""
-        tokens, size, item = self.block_tokens, self.head_size, self.dtype.itemsize
+    def _lengths(self, tokens: int) -> dict[str, int]:
+        size, item = self.head_size, self.dtype.itemsize
         plane = size * tokens // 4
-        lengths = {
+        return {
             "key_codes": plane,
             "key_extra": self.extra_rows * tokens // 4,
             "value_codes": plane,
             "value_extra": plane if self.value_bits == 4 else 0,
-            "key_scale": self.key_groups * size * item,
-            "key_min": self.key_groups * size * item,
+            "key_scale": tokens // self.group * size * item,
+            "key_min": tokens // self.group * size * item,
             "value_scale": self.value_groups * tokens * item,
             "value_min": self.value_groups * tokens * item,
             "sink_keys": self.sinks * size * item,
             "boosted": self.boosted,
         }
+
+    @cached_property
+    def sections(self) -> dict[str, tuple[int, int]]:
+        """Offset and length in bytes of each section of a page."""
         found, offset = {}, 0
-        for name, length in lengths.items():
+        for name, length in self._lengths(self.block_tokens).items():
             found[name] = (offset, length)
             offset += length
         return found
 
     @cached_property
     def token_bytes(self) -> int:
-        """Bytes of a page, a token: what vLLM takes as ``state_content_bytes``."""
-        offset, length = self.sections["boosted"]
-        return math.ceil((offset + length) / self.block_tokens)
+        """Bytes of a page, a token: what vLLM takes as ``state_content_bytes``.
+
+        Blocks of 128 tokens and any multiple have the same, since vLLM asks for a token's bytes
+        before it has settled on a block.
+        """
+        tokens = min(self.block_tokens, 128)
+        return math.ceil(sum(self._lengths(tokens).values()) / tokens)
 
     @property
     def page_bytes(self) -> int:

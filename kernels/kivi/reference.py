@@ -115,12 +115,12 @@ def _quantise(
         low, high = low.to(x.dtype), high.to(x.dtype)
         scale = (high - low) / levels.to(x.dtype)
         return _codes(x, counted, scale, low, levels), scale, low
-    x = x.float()
+    x = torch.where(counted, x.float(), 0)
     low, high = low.float(), high.float()
     half = (high - low) * (SHRINK / 2)
     scale, low = half * 2 / levels, (high + low) / 2 - half
     count = counted.sum(dim, keepdim=True).float().clamp_min(1)
-    x_mean = torch.where(counted, x, 0).sum(dim, keepdim=True) / count
+    x_mean = x.sum(dim, keepdim=True) / count
     for _ in range(ROUNDS):
         codes = _codes(x, counted, scale, low, levels).float()
         code_mean = codes.sum(dim, keepdim=True) / count

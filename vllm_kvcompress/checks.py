@@ -1,0 +1,132 @@
+"""What is checked of an engine's configuration before a model is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from vllm_kvcompress import compat
+from vllm_kvcompress.config import IN_PLACE, KIVI_DTYPES, KiviSettings
+from vllm_kvcompress.kernels.kivi.format import DTYPES
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(compat.LOGGER_NAME)
+
+SLIDING_WINDOW = "sliding_window"
+"""The entry of ``kv_cache_dtype_skip_layers`` that stands for all layers with a window."""
+
+
+def check_config(vllm_config: VllmConfig) -> None:
+    """Apply ``in_place``, then refuse what cannot work: a ValueError that names the setting."""
+    if vllm_config.model_config is None:
+        return
+    _apply_in_place(vllm_config)
+    _check_skip_layers(vllm_config)
+    settings = KiviSettings.parse(vllm_config.additional_config)
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if cache_dtype in KIVI_DTYPES:
+        _check_kivi(vllm_config, cache_dtype, settings)
+    elif (vllm_config.additional_config or {}).get("kvcompress", {}).get("kivi"):
+        logger.warning(
+            "additional_config: kvcompress.kivi changes nothing, as kv_cache_dtype is %s; "
+            "choose from %s",
+            cache_dtype,
+            ", ".join(KIVI_DTYPES),
+        )
+
+
+def _apply_in_place(vllm_config: VllmConfig) -> None:
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != "KVCompressConnector":
+        return
+    wanted = (transfer.kv_connector_extra_config or {}).get(IN_PLACE)
+    if wanted is None:
+        return
+    if wanted not in KIVI_DTYPES:
+        raise ValueError(
+            f"kv_connector_extra_config: {IN_PLACE} is {wanted!r}; "
+            f"choose from {', '.join(KIVI_DTYPES)}"
+        )
+    cache = vllm_config.cache_config
+    if cache.cache_dtype not in ("auto", wanted):
+        raise ValueError(
+            f"kv_connector_extra_config: {IN_PLACE} is {wanted}, and --kv-cache-dtype is "
+            f"{cache.cache_dtype}; leave one of the two away"
+        )
+    cache.cache_dtype = wanted
+
+
+def _check_skip_layers(vllm_config: VllmConfig) -> None:
+    """vLLM ignores entries that it does not know."""
+    entries = vllm_config.cache_config.kv_cache_dtype_skip_layers or ()
+    text_config = vllm_config.model_config.hf_text_config
+    layers = getattr(text_config, "num_hidden_layers", None)
+    for entry in entries:
+        if entry == SLIDING_WINDOW:
+            kinds = getattr(text_config, "layer_types", None) or ()
+            window = getattr(text_config, "sliding_window", None)
+            if window is None and not any("sliding" in str(kind) for kind in kinds):
+                raise ValueError(
+                    f"kv_cache_dtype_skip_layers: {entry!r}, and no layer of this model has one"
+                )
+        elif not str(entry).isdecimal():
+            raise ValueError(
+                f"kv_cache_dtype_skip_layers: unknown entry {entry!r}; choose a layer's number or "
+                f"{SLIDING_WINDOW}"
+            )
+        elif str(int(entry)) != entry or (layers is not None and int(entry) >= layers):
+            raise ValueError(
+                f"kv_cache_dtype_skip_layers: there is no layer {entry!r}; this model has layers "
+                f"0 to {(layers or 1) - 1}"
+            )
+
+
+def _check_kivi(vllm_config: VllmConfig, cache_dtype: str, settings: KiviSettings) -> None:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    drafts = 0 if speculative is None else speculative.num_speculative_tokens or 0
+    for refused, what in (
+        (model.use_mla, "multi-head latent attention (MLA)"),
+        (model.is_hybrid, "models with Mamba or other state layers"),
+        (model.is_attention_free, "models without attention"),
+        (model.is_encoder_decoder, "encoder-decoder models"),
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
+        (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
+        (parallel.use_ubatching, "microbatches (dual batch overlap)"),
+        (model.dtype not in DTYPES, f"models in {model.dtype}"),
+        (
+            settings.residual_length < drafts + 1,
+            f"{drafts} speculative tokens with kvcompress.kivi residual_length "
+            f"{settings.residual_length}; it must be greater",
+        ),
+    ):
+        if refused:
+            raise ValueError(f"kv_cache_dtype {cache_dtype} does not support {what}")
+    block = cache.block_size
+    if not cache.user_specified_block_size and block % settings.group_size:
+        block = settings.group_size  # vLLM has yet to choose one that the backend takes
+    try:
+        settings.page_format(cache_dtype, block, model.get_head_size(), model.dtype)
+    except ValueError as error:
+        raise ValueError(
+            f"kv_cache_dtype {cache_dtype}, with kvcompress.kivi group_size "
+            f"{settings.group_size}: {error}"
+        ) from error
+
+
+def refused_layer(config: Any) -> str | None:
+    """What a layer asks of its attention backend that KIVI pages do not have, or None."""
+    for refused, what in (
+        (config.use_mla, "multi-head latent attention (MLA)"),
+        (config.use_sparse, "sparse attention"),
+        (config.use_mm_prefix, "bidirectional attention over images"),
+        (config.use_non_causal, "non-causal attention"),
+        (config.use_rswa, "reference sliding-window attention"),
+        (config.attn_type != "decoder", f"attention of type {config.attn_type}"),
+    ):
+        if refused:
+            return f"{what} is not supported; leave such layers out with kv_cache_dtype_skip_layers"
+    return None
