@@ -1,0 +1,399 @@
+"""Attention of one new token a sequence over its history, in two kernels.
+
+``decode_history`` takes a stretch of a sequence for all queries of a KV head; ``decode_merge`` adds
+the stretches up, and the new token. With ``k = code s + m`` of a channel and group of tokens,
+
+    q k = sum over channels of (q s) code + q m
+
+so that the scale is multiplied into the query, once a group, and the codes enter the product as
+they are; and with ``v = code s + m`` of a token and group of channels the same for probabilities:
+
+    p v = sum over tokens of (p s) code + p m
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from .triton_page import (
+    ROWS,
+    bias,
+    boosted_channels,
+    boosted_rows,
+    code_operand,
+    load_float,
+    load_operand,
+    operand,
+    plane_codes,
+    store_float,
+    value_codes,
+)
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+MERGED = tl.constexpr(16)
+"""Stretches that ``decode_merge`` takes at once."""
+
+
+@triton.jit
+def shaped(logits, scale, soft_cap, CAPPED: tl.constexpr):
+    """Logits times ``log2 e``, for ``exp2``: scaled, then ``soft_cap * tanh(l / soft_cap)``."""
+    if CAPPED:
+        power = tl.exp2(logits * (2 * LOG2_E * scale / soft_cap))
+        logits = (soft_cap * LOG2_E) * (1 - 2 / (power + 1))
+    else:
+        logits = logits * (scale * LOG2_E)
+    return logits
+
+
+@triton.jit
+def hidden(logits, slope, distance, window, SLOPES: tl.constexpr):
+    """Logits with ALiBi's bias, and -inf for tokens ahead or out of the window.
+
+    distance: of the token from the query, int32 of the shape of the logits: 0 and less.
+    """
+    if SLOPES:
+        logits += slope[:, None] * distance.to(tl.float32)
+    seen = (distance <= 0) & ((window == 0) | (distance > -window))
+    return tl.where(seen, logits, float("-inf"))
+
+
+@triton.jit
+def risen(peak, logits):
+    """(greatest logit so far, what to multiply sums so far by, probabilities) of a tile."""
+    top = tl.maximum(peak, tl.max(logits, 1))
+    origin = tl.where(top == float("-inf"), 0.0, top)
+    return top, tl.exp2(peak - origin), tl.exp2(logits - origin[:, None])
+
+
+@triton.jit
+def first_tile(history, query, window, GROUP: tl.constexpr):
+    """The first tile of the history that a query sees any of."""
+    start = tl.where(window == 0, 0, tl.maximum(query - window + 1, 0))
+    return tl.minimum(start, history) // GROUP
+
+
+@triton.jit
+def _load_keys(words, items, data, within, PAGE: tl.constexpr):
+    """(words, words of the second plane, scale, minimum, boosted channels) of a tile of K."""
+    t = within * PAGE.group + tl.arange(0, PAGE.group)[None, :]
+    r = tl.arange(0, PAGE.rows)[:, None]
+    d = tl.arange(0, PAGE.channels)
+    at = words + r * PAGE.block + t
+    inside = (r < PAGE.size // ROWS) & (t >= 0)
+    first = tl.load(at, mask=inside, other=0)
+    second, chosen = 0, 0
+    if PAGE.key_bits == 4:
+        second = tl.load(at + PAGE.key_extra, mask=inside, other=0)
+    elif PAGE.boosted:
+        r = tl.arange(0, PAGE.boosted_padded // ROWS)[:, None]
+        inside = (r < PAGE.boosted // ROWS) & (t >= 0)
+        second = tl.load(words + PAGE.key_extra + r * PAGE.block + t, mask=inside, other=0)
+        chosen = boosted_channels(data, PAGE)
+    at = items + PAGE.key_scale + within * PAGE.size + d
+    scale = load_float(at, d < PAGE.size, PAGE.kind)
+    low = load_float(at + (PAGE.key_min - PAGE.key_scale), d < PAGE.size, PAGE.kind)
+    return first, second, scale, low, chosen
+
+
+@triton.jit
+def _load_values(words, items, within, PAGE: tl.constexpr):
+    """(words, words of the second plane, scale, minimum) of a tile of V, channels in groups."""
+    g = tl.arange(0, PAGE.value_groups_padded)
+    r = within * (PAGE.group // ROWS) + tl.arange(0, PAGE.group // ROWS)[None, :, None]
+    c = g[:, None, None] * PAGE.value_tile + tl.arange(0, PAGE.value_tile)[None, None, :]
+    at = words + PAGE.value_codes + r * PAGE.size + c
+    inside = (c < PAGE.size) & (r >= 0)
+    first = tl.load(at, mask=inside, other=0)
+    second = 0
+    if PAGE.value_bits == 4:
+        second = tl.load(at + (PAGE.value_extra - PAGE.value_codes), mask=inside, other=0)
+    t = within * PAGE.group + tl.arange(0, PAGE.group)[None, :]
+    at = items + PAGE.value_scale + g[:, None] * PAGE.block + t
+    inside = (g < PAGE.value_groups)[:, None] & (t >= 0)
+    scale = load_float(at, inside, PAGE.kind)
+    low = load_float(at + (PAGE.value_min - PAGE.value_scale), inside, PAGE.kind)
+    return first, second, scale, low
+
+
+@triton.jit
+def _code_logits(
+    query, rows, real, items, within, first, second, scale, low, chosen,
+    DOT: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """q k of a tile of K as loaded, float32 [M, group].
+
+    query: float32 [M, channels]; rows: pointers to the same [M, 1], of those that are real.
+    """
+    codes = plane_codes(first)
+    folded = query * scale[None, :]
+    if PAGE.key_bits == 4:
+        codes = 4 * codes + plane_codes(second)
+    elif PAGE.boosted:
+        four, _ = boosted_rows(chosen, PAGE)
+        folded = tl.where((four != 0)[None, :], folded * 4, folded)
+    folded = operand(folded, DOT)
+    logits = tl.dot(folded, code_operand(codes, DOT), input_precision="ieee")
+    rest = tl.sum(query * low[None, :] - folded.to(tl.float32) * bias(DOT), 1)
+    if PAGE.boosted:
+        mask = chosen >= 0
+        at = items + PAGE.key_scale + within * PAGE.size + chosen
+        few = load_float(rows + chosen[None, :], real & mask[None, :], PAGE.kind)
+        few = operand(few * load_float(at, mask, PAGE.kind)[None, :], DOT)
+        codes = code_operand(plane_codes(second), DOT)
+        logits = tl.dot(few, codes, logits, input_precision="ieee")
+        rest -= tl.sum(few.to(tl.float32), 1) * bias(DOT)
+    return logits + rest[:, None]
+
+
+@triton.jit
+def decode_history(
+    query_ptr,  # [tokens, heads, D]
+    words_ptr,  # int32, the cache
+    items_ptr,  # the same memory
+    bytes_ptr,  # the same memory
+    keys_ptr,  # [slots, B, H, D]: exact tokens
+    values_ptr,  # [slots, B, H, D]
+    slots_ptr,  # int32 [blocks]: slot_of_block
+    table_ptr,  # int32 [sequences, width]
+    starts_ptr,  # int32 [sequences + 1]
+    lengths_ptr,  # int32 [sequences]
+    slopes_ptr,  # float32 [heads]
+    sums_ptr,  # float32 [sequences, heads, splits, D]: of p v
+    tops_ptr,  # float32 [sequences, heads, splits, 2]: greatest logit, sum of p
+    scale,
+    soft_cap,
+    window,
+    heads,
+    grouped,  # heads of a KV head
+    query_token_stride,
+    query_head_stride,
+    table_stride,
+    block_bytes,  # of the cache
+    head_bytes,
+    key_slot_stride,
+    key_token_stride,
+    key_head_stride,
+    value_slot_stride,
+    value_token_stride,
+    value_head_stride,
+    PAGE: tl.constexpr,
+    M: tl.constexpr,
+    DOT: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SLOPES: tl.constexpr,
+):
+    """``sum of exp(q k) v`` over a stretch of the history of a sequence with one new token.
+
+    Program (split, KV head, sequence). Loads run one tile ahead of the arithmetic.
+    """
+    split = tl.program_id(0)
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    begin = tl.load(starts_ptr + sequence)
+    if tl.load(starts_ptr + sequence + 1) - begin != 1:
+        return
+    history = tl.load(lengths_ptr + sequence) - 1
+    first = first_tile(history, history, window, PAGE.group)
+    tiles = tl.cdiv(history, PAGE.group) - first
+    share = tl.cdiv(tiles, tl.num_programs(0))
+    start = first + split * share
+    end = first + tl.minimum(split * share + share, tiles)
+
+    row = tl.arange(0, M)
+    query_head = head * grouped + row
+    at = (sequence.to(tl.int64) * heads + query_head) * tl.num_programs(0) + split
+    if start >= end:
+        # Nothing else of it is read.
+        tl.store(tops_ptr + at * 2, tl.full([M], float("-inf"), tl.float32), mask=row < grouped)
+        return
+
+    d = tl.arange(0, PAGE.channels)
+    real = (row < grouped)[:, None]
+    rows = query_ptr + begin.to(tl.int64) * query_token_stride
+    rows += query_head[:, None] * query_head_stride
+    query = load_float(rows + d[None, :], real & (d < PAGE.size)[None, :], PAGE.kind)
+    exact_query = load_operand(rows + d[None, :], real & (d < PAGE.size)[None, :], PAGE.kind, DOT)
+    slope = query
+    if SLOPES:
+        slope = tl.load(slopes_ptr + query_head, mask=row < grouped, other=0.0) * LOG2_E
+    table = table_ptr + sequence.to(tl.int64) * table_stride
+    per_block: tl.constexpr = PAGE.block // PAGE.group
+    head_offset = head.to(tl.int64) * head_bytes
+    ahead = tl.arange(0, PAGE.group)[None, :] - history
+
+    peak = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    sums = tl.zeros([PAGE.value_groups_padded, M, PAGE.value_tile], tl.float32)
+
+    block = tl.load(table + start // per_block).to(tl.int64)
+    slot = tl.load(slots_ptr + block)
+    page = block * block_bytes + head_offset
+    words, items = words_ptr + page // 4, items_ptr + (page // 4) * PAGE.per_word
+    within = start % per_block
+    k_first, k_second, k_scale, k_low, chosen = _load_keys(
+        words, items, bytes_ptr + page, within, PAGE
+    )
+    v_first, v_second, v_scale, v_low = _load_values(words, items, within, PAGE)
+    next_block = tl.load(table + tl.minimum(start + 1, end - 1) // per_block)
+    if PAGE.sinks:
+        # In the sequence's first tile, whose codes the exact keys replace.
+        t = tl.arange(0, PAGE.group)
+        sink = t < tl.where((start == 0) & (slot < 0), PAGE.sinks, 0)
+        at_sink = items + PAGE.sink_keys + t[None, :] * PAGE.size + d[:, None]
+        mask = sink[None, :] & (d < PAGE.size)[:, None]
+        sink_keys = load_operand(at_sink, mask, PAGE.kind, DOT)
+        sink_logits = tl.dot(exact_query, sink_keys, input_precision="ieee")
+
+    exact_tiles = 0
+    for tile in range(start, end):
+        following = tl.minimum(tile + 1, end - 1)
+        block = next_block.to(tl.int64)
+        next_slot = tl.load(slots_ptr + block)
+        page = block * block_bytes + head_offset
+        next_words, next_items = words_ptr + page // 4, items_ptr + (page // 4) * PAGE.per_word
+        next_within = following % per_block
+        nk_first, nk_second, nk_scale, nk_low, next_chosen = _load_keys(
+            next_words, next_items, bytes_ptr + page, next_within, PAGE
+        )
+        nv_first, nv_second, nv_scale, nv_low = _load_values(
+            next_words, next_items, next_within, PAGE
+        )
+        next_block = tl.load(table + tl.minimum(tile + 2, end - 1) // per_block)
+
+        if slot < 0:
+            logits = _code_logits(
+                query, rows, real, items, within, k_first, k_second, k_scale, k_low, chosen,
+                DOT, PAGE,
+            )  # fmt: skip
+            if PAGE.sinks:
+                sink = t < tl.where(tile == 0, PAGE.sinks, 0)
+                logits = tl.where(sink[None, :], sink_logits, logits)
+            logits = shaped(logits, scale, soft_cap, CAPPED)
+            distance = ahead + tile * PAGE.group
+            logits = hidden(logits, slope, distance, window, SLOPES)
+            # The query is at `history`, where the pages have nothing.
+            logits = tl.where(distance < 0, logits, float("-inf"))
+            peak, shrunk, p = risen(peak, logits)
+            total = total * shrunk + tl.sum(p, 1)
+
+            codes = value_codes(v_first)
+            if PAGE.value_bits == 4:
+                codes = 4 * codes + value_codes(v_second)
+            folded = operand(p[None, :, :] * v_scale[:, None, :], DOT)
+            rest = p[None, :, :] * v_low[:, None, :] - folded.to(tl.float32) * bias(DOT)
+            sums = sums * shrunk[None, :, None] + tl.sum(rest, 2)[:, :, None]
+            sums = tl.dot(folded, code_operand(codes, DOT), sums, input_precision="ieee")
+        else:
+            exact_tiles += 1
+        slot, items, within = next_slot, next_items, next_within
+        k_first, k_second, k_scale, k_low = nk_first, nk_second, nk_scale, nk_low
+        chosen = next_chosen
+        v_first, v_second, v_scale, v_low = nv_first, nv_second, nv_scale, nv_low
+
+    c = tl.arange(0, PAGE.value_groups_padded)[:, None] * PAGE.value_tile
+    c = c[:, :, None] + tl.arange(0, PAGE.value_tile)[None, None, :]
+    if exact_tiles > 0:
+        keys = keys_ptr + head.to(tl.int64) * key_head_stride
+        values = values_ptr + head.to(tl.int64) * value_head_stride
+        for tile in range(start, end):
+            slot = tl.load(slots_ptr + tl.load(table + tile // per_block)).to(tl.int64)
+            if slot >= 0:
+                t = (tile % per_block) * PAGE.group + tl.arange(0, PAGE.group)
+                distance = ahead + tile * PAGE.group
+                some = tile * PAGE.group + tl.arange(0, PAGE.group) < history
+                at_k = keys + slot * key_slot_stride + t[None, :] * key_token_stride + d[:, None]
+                mask = some[None, :] & (d < PAGE.size)[:, None]
+                k = load_operand(at_k, mask, PAGE.kind, DOT)
+                logits = tl.dot(exact_query, k, input_precision="ieee")
+                logits = shaped(logits, scale, soft_cap, CAPPED)
+                logits = hidden(logits, slope, distance, window, SLOPES)
+                logits = tl.where(distance < 0, logits, float("-inf"))
+                peak, shrunk, p = risen(peak, logits)
+                total = total * shrunk + tl.sum(p, 1)
+                at_v = values + slot * value_slot_stride + c
+                at_v += t[None, :, None] * value_token_stride
+                v = load_operand(at_v, some[None, :, None] & (c < PAGE.size), PAGE.kind, DOT)
+                folded = operand(tl.broadcast_to(p[None], [v.shape[0], M, PAGE.group]), DOT)
+                sums = sums * shrunk[None, :, None]
+                sums = tl.dot(folded, v, sums, input_precision="ieee")
+
+    tl.store(tops_ptr + at * 2, peak, mask=row < grouped)
+    tl.store(tops_ptr + at * 2 + 1, total, mask=row < grouped)
+    at_sums = sums_ptr + at[None, :, None] * PAGE.size + c
+    tl.store(at_sums, sums, mask=real[None, :, :] & (c < PAGE.size))
+
+
+@triton.jit
+def decode_merge(
+    query_ptr,  # [tokens, heads, D]
+    key_ptr,  # [tokens, H, D]: of the new tokens
+    value_ptr,  # [tokens, H, D]
+    starts_ptr,  # int32 [sequences + 1]
+    sinks_ptr,  # float32 [heads]
+    sums_ptr,  # float32 [sequences, heads, splits, D]
+    tops_ptr,  # float32 [sequences, heads, splits, 2]
+    out_ptr,  # [tokens, heads, D]
+    scale,
+    soft_cap,
+    splits,
+    heads,
+    grouped,
+    query_token_stride,
+    query_head_stride,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    out_token_stride,
+    out_head_stride,
+    PAGE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """``sum of exp(l) v / sum of exp(l)`` over all stretches, the new token and the sink.
+
+    Program (sequence, head).
+    """
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    begin = tl.load(starts_ptr + sequence).to(tl.int64)
+    if tl.load(starts_ptr + sequence + 1) - begin != 1:
+        return
+    d = tl.arange(0, PAGE.channels)
+    real = d < PAGE.size
+    shared = (head // grouped).to(tl.int64)
+    at = query_ptr + begin * query_token_stride + head.to(tl.int64) * query_head_stride
+    query = load_float(at + d, real, PAGE.kind)
+    at = key_ptr + begin * key_token_stride + shared * key_head_stride
+    key = load_float(at + d, real, PAGE.kind)
+    at = value_ptr + begin * value_token_stride + shared * value_head_stride
+    sums = load_float(at + d, real, PAGE.kind)
+    peak = shaped(tl.sum(query * key, 0), scale, soft_cap, CAPPED)
+    total = 1.0
+    if SINKS:
+        sink = tl.load(sinks_ptr + head) * LOG2_E
+        top = tl.maximum(peak, sink)
+        shrunk = tl.exp2(peak - top)
+        total = shrunk + tl.exp2(sink - top)
+        sums *= shrunk
+        peak = top
+    at = (sequence.to(tl.int64) * heads + head) * splits
+    for start in range(0, splits, MERGED):
+        split = start + tl.arange(0, MERGED)
+        tops = tops_ptr + (at + split) * 2
+        peaks = tl.load(tops, mask=split < splits, other=float("-inf"))
+        some = peaks > float("-inf")
+        totals = tl.load(tops + 1, mask=some, other=0.0)
+        rows = sums_ptr + (at + split)[:, None] * PAGE.size + d[None, :]
+        parts = tl.load(rows, mask=some[:, None] & real[None, :], other=0.0)
+        top = tl.maximum(peak, tl.max(peaks, 0))
+        shrunk = tl.exp2(peak - top)
+        weight = tl.exp2(peaks - top)
+        total = total * shrunk + tl.sum(totals * weight, 0)
+        sums = sums * shrunk + tl.sum(parts * weight[:, None], 0)
+        peak = top
+    at = out_ptr + begin * out_token_stride + head.to(tl.int64) * out_head_stride
+    store_float(at + d, sums / total, real, PAGE.kind)
