@@ -52,20 +52,22 @@ def shaped(logits, scale, soft_cap, CAPPED: tl.constexpr):
 def hidden(logits, slope, distance, window, SLOPES: tl.constexpr):
     """Logits with ALiBi's bias, and -inf for tokens ahead or out of the window.
 
-    distance: of the token from the query, int32 of the shape of the logits: 0 and less.
+    slope, distance: of the token from the query, int32, 0 and less; both of shapes that broadcast
+    to that of the logits.
     """
     if SLOPES:
-        logits += slope[:, None] * distance.to(tl.float32)
+        logits += slope * distance.to(tl.float32)
     seen = (distance <= 0) & ((window == 0) | (distance > -window))
     return tl.where(seen, logits, float("-inf"))
 
 
 @triton.jit
-def risen(peak, logits):
+def risen(peak, logits, AXIS: tl.constexpr):
     """(greatest logit so far, what to multiply sums so far by, probabilities) of a tile."""
-    top = tl.maximum(peak, tl.max(logits, 1))
+    top = tl.maximum(peak, tl.max(logits, AXIS))
     origin = tl.where(top == float("-inf"), 0.0, top)
-    return top, tl.exp2(peak - origin), tl.exp2(logits - origin[:, None])
+    p = tl.exp2(logits - tl.expand_dims(origin, AXIS))
+    return top, tl.exp2(peak - origin), p
 
 
 @triton.jit
@@ -120,32 +122,33 @@ def _load_values(words, items, within, PAGE: tl.constexpr):
 
 @triton.jit
 def _code_logits(
-    query, rows, real, items, within, first, second, scale, low, chosen,
+    query, columns, real, items, within, first, second, scale, low, chosen,
     DOT: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """q k of a tile of K as loaded, float32 [M, group].
+    """q k of a tile of K as loaded, float32 [group, N].
 
-    query: float32 [M, channels]; rows: pointers to the same [M, 1], of those that are real.
+    query: float32 [channels, N]; columns: pointers to the same [1, N], of those that are real.
     """
     codes = plane_codes(first)
-    folded = query * scale[None, :]
+    folded = query * scale[:, None]
     if PAGE.key_bits == 4:
         codes = 4 * codes + plane_codes(second)
     elif PAGE.boosted:
         four, _ = boosted_rows(chosen, PAGE)
-        folded = tl.where((four != 0)[None, :], folded * 4, folded)
+        folded = tl.where((four != 0)[:, None], folded * 4, folded)
     folded = operand(folded, DOT)
-    logits = tl.dot(folded, code_operand(codes, DOT), input_precision="ieee")
-    rest = tl.sum(query * low[None, :] - folded.to(tl.float32) * bias(DOT), 1)
+    codes = tl.trans(code_operand(codes, DOT))
+    logits = tl.dot(codes, folded, input_precision="ieee")
+    rest = tl.sum(query * low[:, None] - folded.to(tl.float32) * bias(DOT), 0)
     if PAGE.boosted:
         mask = chosen >= 0
         at = items + PAGE.key_scale + within * PAGE.size + chosen
-        few = load_float(rows + chosen[None, :], real & mask[None, :], PAGE.kind)
-        few = operand(few * load_float(at, mask, PAGE.kind)[None, :], DOT)
-        codes = code_operand(plane_codes(second), DOT)
-        logits = tl.dot(few, codes, logits, input_precision="ieee")
-        rest -= tl.sum(few.to(tl.float32), 1) * bias(DOT)
-    return logits + rest[:, None]
+        few = load_float(columns + chosen[:, None], real & mask[:, None], PAGE.kind)
+        few = operand(few * load_float(at, mask, PAGE.kind)[:, None], DOT)
+        codes = tl.trans(code_operand(plane_codes(second), DOT))
+        logits = tl.dot(codes, few, logits, input_precision="ieee")
+        rest -= tl.sum(few.to(tl.float32), 0) * bias(DOT)
+    return logits + rest[None, :]
 
 
 @triton.jit
@@ -180,14 +183,15 @@ def decode_history(
     value_token_stride,
     value_head_stride,
     PAGE: tl.constexpr,
-    M: tl.constexpr,
+    N: tl.constexpr,
     DOT: tl.constexpr,
     CAPPED: tl.constexpr,
     SLOPES: tl.constexpr,
 ):
     """``sum of exp(q k) v`` over a stretch of the history of a sequence with one new token.
 
-    Program (split, KV head, sequence). Loads run one tile ahead of the arithmetic.
+    Program (split, KV head, sequence). Tokens are rows of the products and the KV head's queries
+    columns, of which tensor cores take as few as eight. Loads run one tile ahead of the arithmetic.
     """
     split = tl.program_id(0)
     head = tl.program_id(1)
@@ -202,31 +206,30 @@ def decode_history(
     start = first + split * share
     end = first + tl.minimum(split * share + share, tiles)
 
-    row = tl.arange(0, M)
-    query_head = head * grouped + row
+    n = tl.arange(0, N)
+    query_head = head * grouped + n
     at = (sequence.to(tl.int64) * heads + query_head) * tl.num_programs(0) + split
     if start >= end:
         # Nothing else of it is read.
-        tl.store(tops_ptr + at * 2, tl.full([M], float("-inf"), tl.float32), mask=row < grouped)
+        tl.store(tops_ptr + at * 2, tl.full([N], float("-inf"), tl.float32), mask=n < grouped)
         return
 
-    d = tl.arange(0, PAGE.channels)
-    real = (row < grouped)[:, None]
-    rows = query_ptr + begin.to(tl.int64) * query_token_stride
-    rows += query_head[:, None] * query_head_stride
-    query = load_float(rows + d[None, :], real & (d < PAGE.size)[None, :], PAGE.kind)
-    exact_query = load_operand(rows + d[None, :], real & (d < PAGE.size)[None, :], PAGE.kind, DOT)
-    slope = query
+    d = tl.arange(0, PAGE.channels)[:, None]
+    real = (n < grouped)[None, :]
+    columns = query_ptr + begin.to(tl.int64) * query_token_stride
+    columns += query_head[None, :] * query_head_stride
+    query = load_float(columns + d, real & (d < PAGE.size), PAGE.kind)
+    slope = 0.0
     if SLOPES:
-        slope = tl.load(slopes_ptr + query_head, mask=row < grouped, other=0.0) * LOG2_E
+        slope = tl.load(slopes_ptr + query_head, mask=n < grouped, other=0.0)[None, :] * LOG2_E
     table = table_ptr + sequence.to(tl.int64) * table_stride
     per_block: tl.constexpr = PAGE.block // PAGE.group
     head_offset = head.to(tl.int64) * head_bytes
-    ahead = tl.arange(0, PAGE.group)[None, :] - history
+    t = tl.arange(0, PAGE.group)[:, None]
 
-    peak = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    sums = tl.zeros([PAGE.value_groups_padded, M, PAGE.value_tile], tl.float32)
+    peak = tl.full([N], float("-inf"), tl.float32)
+    total = tl.zeros([N], tl.float32)
+    sums = tl.zeros([PAGE.value_groups_padded, PAGE.value_tile, N], tl.float32)
 
     block = tl.load(table + start // per_block).to(tl.int64)
     slot = tl.load(slots_ptr + block)
@@ -240,12 +243,14 @@ def decode_history(
     next_block = tl.load(table + tl.minimum(start + 1, end - 1) // per_block)
     if PAGE.sinks:
         # In the sequence's first tile, whose codes the exact keys replace.
-        t = tl.arange(0, PAGE.group)
         sink = t < tl.where((start == 0) & (slot < 0), PAGE.sinks, 0)
-        at_sink = items + PAGE.sink_keys + t[None, :] * PAGE.size + d[:, None]
-        mask = sink[None, :] & (d < PAGE.size)[:, None]
-        sink_keys = load_operand(at_sink, mask, PAGE.kind, DOT)
-        sink_logits = tl.dot(exact_query, sink_keys, input_precision="ieee")
+        across = tl.arange(0, PAGE.channels)[None, :]
+        sink_keys = load_operand(
+            items + PAGE.sink_keys + t * PAGE.size + across, sink & (across < PAGE.size),
+            PAGE.kind, DOT,
+        )  # fmt: skip
+        exact = load_operand(columns + d, real & (d < PAGE.size), PAGE.kind, DOT)
+        sink_logits = tl.dot(sink_keys, exact, input_precision="ieee")
 
     exact_tiles = 0
     for tile in range(start, end):
@@ -265,27 +270,28 @@ def decode_history(
 
         if slot < 0:
             logits = _code_logits(
-                query, rows, real, items, within, k_first, k_second, k_scale, k_low, chosen,
+                query, columns, real, items, within, k_first, k_second, k_scale, k_low, chosen,
                 DOT, PAGE,
             )  # fmt: skip
             if PAGE.sinks:
                 sink = t < tl.where(tile == 0, PAGE.sinks, 0)
-                logits = tl.where(sink[None, :], sink_logits, logits)
+                logits = tl.where(sink, sink_logits, logits)
             logits = shaped(logits, scale, soft_cap, CAPPED)
-            distance = ahead + tile * PAGE.group
-            logits = hidden(logits, slope, distance, window, SLOPES)
             # The query is at `history`, where the pages have nothing.
+            distance = t + (tile * PAGE.group - history)
+            logits = hidden(logits, slope, distance, window, SLOPES)
             logits = tl.where(distance < 0, logits, float("-inf"))
-            peak, shrunk, p = risen(peak, logits)
-            total = total * shrunk + tl.sum(p, 1)
+            peak, shrunk, p = risen(peak, logits, 0)
+            total = total * shrunk + tl.sum(p, 0)
 
             codes = value_codes(v_first)
             if PAGE.value_bits == 4:
                 codes = 4 * codes + value_codes(v_second)
-            folded = operand(p[None, :, :] * v_scale[:, None, :], DOT)
-            rest = p[None, :, :] * v_low[:, None, :] - folded.to(tl.float32) * bias(DOT)
-            sums = sums * shrunk[None, :, None] + tl.sum(rest, 2)[:, :, None]
-            sums = tl.dot(folded, code_operand(codes, DOT), sums, input_precision="ieee")
+            codes = tl.permute(code_operand(codes, DOT), (0, 2, 1))
+            folded = operand(p[None, :, :] * v_scale[:, :, None], DOT)
+            rest = p[None, :, :] * v_low[:, :, None] - folded.to(tl.float32) * bias(DOT)
+            sums = sums * shrunk[None, None, :] + tl.sum(rest, 1)[:, None, :]
+            sums = tl.dot(codes, folded, sums, input_precision="ieee")
         else:
             exact_tiles += 1
         slot, items, within = next_slot, next_items, next_within
@@ -293,36 +299,36 @@ def decode_history(
         chosen = next_chosen
         v_first, v_second, v_scale, v_low = nv_first, nv_second, nv_scale, nv_low
 
-    c = tl.arange(0, PAGE.value_groups_padded)[:, None] * PAGE.value_tile
-    c = c[:, :, None] + tl.arange(0, PAGE.value_tile)[None, None, :]
+    c = tl.arange(0, PAGE.value_groups_padded)[:, None, None] * PAGE.value_tile
     if exact_tiles > 0:
         keys = keys_ptr + head.to(tl.int64) * key_head_stride
         values = values_ptr + head.to(tl.int64) * value_head_stride
+        across = tl.arange(0, PAGE.channels)[None, :]
+        deep = c + tl.arange(0, PAGE.value_tile)[None, None, :]
         for tile in range(start, end):
-            slot = tl.load(slots_ptr + tl.load(table + tile // per_block)).to(tl.int64)
-            if slot >= 0:
-                t = (tile % per_block) * PAGE.group + tl.arange(0, PAGE.group)
-                distance = ahead + tile * PAGE.group
-                some = tile * PAGE.group + tl.arange(0, PAGE.group) < history
-                at_k = keys + slot * key_slot_stride + t[None, :] * key_token_stride + d[:, None]
-                mask = some[None, :] & (d < PAGE.size)[:, None]
-                k = load_operand(at_k, mask, PAGE.kind, DOT)
-                logits = tl.dot(exact_query, k, input_precision="ieee")
+            pool = tl.load(slots_ptr + tl.load(table + tile // per_block)).to(tl.int64)
+            if pool >= 0:
+                exact = load_operand(columns + d, real & (d < PAGE.size), PAGE.kind, DOT)
+                token = (tile % per_block) * PAGE.group + t
+                distance = t + (tile * PAGE.group - history)
+                at_k = keys + pool * key_slot_stride + token * key_token_stride + across
+                k = load_operand(at_k, (distance < 0) & (across < PAGE.size), PAGE.kind, DOT)
+                logits = tl.dot(k, exact, input_precision="ieee")
                 logits = shaped(logits, scale, soft_cap, CAPPED)
                 logits = hidden(logits, slope, distance, window, SLOPES)
                 logits = tl.where(distance < 0, logits, float("-inf"))
-                peak, shrunk, p = risen(peak, logits)
-                total = total * shrunk + tl.sum(p, 1)
-                at_v = values + slot * value_slot_stride + c
-                at_v += t[None, :, None] * value_token_stride
-                v = load_operand(at_v, some[None, :, None] & (c < PAGE.size), PAGE.kind, DOT)
-                folded = operand(tl.broadcast_to(p[None], [v.shape[0], M, PAGE.group]), DOT)
-                sums = sums * shrunk[None, :, None]
-                sums = tl.dot(folded, v, sums, input_precision="ieee")
+                peak, shrunk, p = risen(peak, logits, 0)
+                total = total * shrunk + tl.sum(p, 0)
+                at_v = values + pool * value_slot_stride + token[None] * value_token_stride + deep
+                mask = (distance < 0)[None] & (deep < PAGE.size)
+                v = tl.permute(load_operand(at_v, mask, PAGE.kind, DOT), (0, 2, 1))
+                folded = tl.broadcast_to(operand(p, DOT)[None], [v.shape[0], PAGE.group, N])
+                sums = tl.dot(v, folded, sums * shrunk[None, None, :], input_precision="ieee")
 
-    tl.store(tops_ptr + at * 2, peak, mask=row < grouped)
-    tl.store(tops_ptr + at * 2 + 1, total, mask=row < grouped)
-    at_sums = sums_ptr + at[None, :, None] * PAGE.size + c
+    tl.store(tops_ptr + at * 2, peak, mask=n < grouped)
+    tl.store(tops_ptr + at * 2 + 1, total, mask=n < grouped)
+    c += tl.arange(0, PAGE.value_tile)[None, :, None]
+    at_sums = sums_ptr + at[None, None, :] * PAGE.size + c
     tl.store(at_sums, sums, mask=real[None, :, :] & (c < PAGE.size))
 
 

@@ -75,9 +75,9 @@ def operands(page: Page) -> str:
     return FP32 if triton.knobs.runtime.interpret else page.kind
 
 
-def decode_rows(grouped: int) -> int:
-    """Rows of a tile of queries of one KV head: what tensor cores take at least, or more."""
-    return max(16, triton.next_power_of_2(grouped))
+def decode_columns(grouped: int, amd: bool = torch.version.hip is not None) -> int:
+    """Columns of a tile of queries of one KV head: what tensor cores take at least, or more."""
+    return max(16 if amd else 8, triton.next_power_of_2(grouped))
 
 
 @functools.cache
@@ -203,7 +203,7 @@ def attend(
         decode.decode_history[splits, kv_heads, sequences](
             query, *data, *exact, query_start, seq_lens, slopes, sums, tops, *numbers,
             attention.window, heads, grouped, *between["q"], block_table.stride(0), *strides,
-            M=decode_rows(grouped), **common, **matrices, **decode_options(page),
+            N=decode_columns(grouped), **common, **matrices, **decode_options(page),
         )  # fmt: skip
         decode.decode_merge[sequences, heads](
             query, key, value, query_start, sinks, sums, tops, out, *numbers, splits, heads,

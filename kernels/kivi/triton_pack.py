@@ -181,15 +181,16 @@ def pack_keys(
         if PAGE.sinks:
             # There are no more sinks than tokens of a group.
             seen = (t < fill) & (t < sinks)
-            at = keys + t.to(tl.int64)[None, :] * token_stride + d[:, None]
-            x = load_float(at, seen[None, :] & real[:, None], PAGE.kind)
-            at = items + PAGE.sink_keys + t[None, :] * PAGE.size + d[:, None]
-            store_float(at, x, (t < PAGE.sinks)[None, :] & real[:, None], PAGE.kind)
+            source = keys + t.to(tl.int64)[None, :] * token_stride + d[:, None]
+            exact = load_float(source, seen[None, :] & real[:, None], PAGE.kind)
+            target = items + PAGE.sink_keys + t[None, :] * PAGE.size + d[:, None]
+            store_float(target, exact, (t < PAGE.sinks)[None, :] & real[:, None], PAGE.kind)
         if PAGE.boosted:
             tl.store(data + PAGE.boosted_at + row, d.to(tl.uint8), mask=four != 0)
-        end: tl.constexpr = PAGE.boosted_at + PAGE.boosted
-        for start in tl.static_range(end, PAGE.page_bytes, PAGE.channels):
-            tl.store(data + start + d, tl.zeros_like(d).to(tl.uint8), start + d < PAGE.page_bytes)
+        # Less than a byte a token.
+        for part in tl.static_range(0, PAGE.block // PAGE.channels + 1):
+            byte = PAGE.boosted_at + PAGE.boosted + part * PAGE.channels + d
+            tl.store(data + byte, tl.zeros_like(d).to(tl.uint8), mask=byte < PAGE.page_bytes)
 
 
 @triton.jit

@@ -81,9 +81,9 @@ def prefill(
     at = (begin + token).to(tl.int64)[:, None] * query_token_stride
     at += query_head[:, None] * query_head_stride + d[None, :]
     query = load_operand(query_ptr + at, live, PAGE.kind, DOT)
-    slope = row
+    slope = 0.0
     if SLOPES:
-        slope = tl.load(slopes_ptr + query_head) * LOG2_E
+        slope = tl.load(slopes_ptr + query_head)[:, None] * LOG2_E
     position = history + token
     # The row's own token is always seen, so that the sums start from the sink's logit or nothing.
     peak = tl.full([M], float("-inf"), tl.float32)
@@ -118,33 +118,33 @@ def prefill(
                 k = operand(key_tile(words, items, bytes_ptr + page, within, PAGE), DOT)
                 if PAGE.sinks:
                     sink = t < tl.where(tile == 0, PAGE.sinks, 0)
-                    at = items + PAGE.sink_keys + t[None, :] * PAGE.size + d[:, None]
+                    at_sink = items + PAGE.sink_keys + t[None, :] * PAGE.size + d[:, None]
                     mask = sink[None, :] & (d < PAGE.size)[:, None]
-                    k = tl.where(sink[None, :], load_operand(at, mask, PAGE.kind, DOT), k)
+                    k = tl.where(sink[None, :], load_operand(at_sink, mask, PAGE.kind, DOT), k)
                 v = operand(value_tile(words, items, within, PAGE), DOT)
             else:
                 inside = within * PAGE.group + t
                 mask = some[None, :] & (d < PAGE.size)[:, None]
-                at = slot * keys_slot_stride + head * keys_head_stride + d[:, None]
-                at += inside[None, :] * keys_token_stride
-                k = load_operand(keys_ptr + at, mask, PAGE.kind, DOT)
-                at = slot * values_slot_stride + head * values_head_stride + d[None, :]
-                at += inside[:, None] * values_token_stride
-                v = load_operand(values_ptr + at, some[:, None] & real, PAGE.kind, DOT)
+                at_k = slot * keys_slot_stride + head * keys_head_stride + d[:, None]
+                at_k += inside[None, :] * keys_token_stride
+                k = load_operand(keys_ptr + at_k, mask, PAGE.kind, DOT)
+                at_v = slot * values_slot_stride + head * values_head_stride + d[None, :]
+                at_v += inside[:, None] * values_token_stride
+                v = load_operand(values_ptr + at_v, some[:, None] & real, PAGE.kind, DOT)
         else:
-            inside = (tile - tiles) * PAGE.group + t
-            some = inside < new
-            at_token = history + inside
-            inside = (begin + inside).to(tl.int64)
+            at_token = (tile - tiles) * PAGE.group + t
+            some = at_token < new
+            at_new = (begin + at_token).to(tl.int64)
+            at_token += history
             mask = some[None, :] & (d < PAGE.size)[:, None]
-            at = inside[None, :] * key_token_stride + head * key_head_stride + d[:, None]
-            k = load_operand(key_ptr + at, mask, PAGE.kind, DOT)
-            at = inside[:, None] * value_token_stride + head * value_head_stride + d[None, :]
-            v = load_operand(value_ptr + at, some[:, None] & real, PAGE.kind, DOT)
+            at_k = at_new[None, :] * key_token_stride + head * key_head_stride + d[:, None]
+            k = load_operand(key_ptr + at_k, mask, PAGE.kind, DOT)
+            at_v = at_new[:, None] * value_token_stride + head * value_head_stride + d[None, :]
+            v = load_operand(value_ptr + at_v, some[:, None] & real, PAGE.kind, DOT)
         logits = shaped(tl.dot(query, k, input_precision="ieee"), scale, soft_cap, CAPPED)
         logits = hidden(logits, slope, at_token[None, :] - position[:, None], window, SLOPES)
         logits = tl.where(some[None, :], logits, float("-inf"))
-        peak, shrunk, p = risen(peak, logits)
+        peak, shrunk, p = risen(peak, logits, 1)
         total = total * shrunk + tl.sum(p, 1)
         sums = sums * shrunk[:, None]
         sums = tl.dot(operand(p, DOT), v, sums, input_precision="ieee")

@@ -1,0 +1,149 @@
+"""Ahead-of-time compilation of every kernel, and what each one needs; no GPU is asked for.
+
+What a variant of a kernel is compiled with equals what ``triton_kivi.py`` launches it with.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton import knobs
+from triton.compiler import ASTSource
+
+from ..cachegen.triton_aot import TARGETS, Resources
+from . import triton_decode as decode
+from . import triton_pack as packing
+from . import triton_prefill as prefilling
+from . import triton_unpack as unpacking
+from .format import PageFormat
+from .triton_kivi import (
+    FUSED,
+    TILING,
+    decode_columns,
+    decode_options,
+    pack_options,
+    prefill_options,
+    unpack_options,
+    value_tokens,
+)
+from .triton_page import Page, page_of
+
+_ITEMS = {"bf16": "*i16", "fp16": "*fp16", "fp32": "*fp32"}
+# Pointers that are neither items of the dtype nor int32.
+_POINTERS = {"bytes": "*u8"} | dict.fromkeys(("slopes", "sinks", "sums", "tops"), "*fp32")
+_INDICES = (
+    "words", "slots", "blocks", "fills", "firsts", "table", "starts", "lengths",
+)  # fmt: skip
+# Integers that a launch may pass as any number; the others are strides, multiples of 16 items.
+_COUNTS = ("window", "heads", "grouped", "splits", "table_stride")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation of a kernel."""
+
+    name: str
+    kernel: triton.JITFunction
+    constants: dict[str, object]
+    options: dict[str, object]
+
+    def signature(self) -> dict[str, str]:
+        items = _ITEMS[self.constants["PAGE"].kind]
+        signature = {}
+        for name in self.kernel.arg_names:
+            short = name.removesuffix("_ptr")
+            if name in self.constants:
+                kind = "constexpr"
+            elif name in ("scale", "soft_cap"):
+                kind = "fp32"
+            elif short == name:
+                kind = "i32"
+            else:
+                kind = "*i32" if short in _INDICES else _POINTERS.get(short, items)
+            signature[name] = kind
+        return signature
+
+
+def presets(
+    sizes: tuple[int, ...] = (64, 128), dtype: torch.dtype = torch.bfloat16
+) -> dict[str, PageFormat]:
+    """The formats that people get when they ask for nothing else, for these head sizes."""
+    found = {}
+    for size in sizes:
+        found[f"kivi {size}"] = PageFormat(128, size, dtype)
+        found[f"balanced {size}"] = PageFormat(
+            128, size, dtype, group=64, boosted=size // 4, sinks=1, fit="squares"
+        )
+    return found
+
+
+def variants(
+    formats: dict[str, PageFormat], target: str = "sm_90", grouped: int = 4
+) -> Iterator[Variant]:
+    """Every kernel for every format, as launched on a target; ``grouped`` heads share a KV head."""
+    amd = TARGETS[target].backend == "hip"
+    for name, fmt in formats.items():
+        yield from _variants_of(name, page_of(fmt), grouped, amd)
+
+
+def _variants_of(name: str, page: Page, grouped: int, amd: bool) -> Iterator[Variant]:
+    def variant(kernel, options, **constants):
+        return Variant(
+            f"{kernel.__name__} {name}", kernel, {"PAGE": page, **constants}, options
+        )  # fmt: skip
+
+    plain = {"CAPPED": False, "SLOPES": False}
+    yield variant(packing.pack_keys, pack_options(page))
+    yield variant(packing.pack_values, pack_options(page), TOKENS=value_tokens(page))
+    yield variant(unpacking.unpack_pages, unpack_options(page))
+    columns = decode_columns(grouped, amd)
+    yield variant(decode.decode_history, decode_options(page), N=columns, DOT=page.kind, **plain)
+    merge = {**FUSED, "num_warps": 4}
+    yield variant(decode.decode_merge, merge, CAPPED=False, SINKS=False)
+    yield variant(
+        prefilling.prefill, prefill_options(page, TILING.rows), M=TILING.rows, DOT=page.kind,
+        SINKS=False, **plain,
+    )  # fmt: skip
+
+
+def compile_for(variant: Variant, target: str):
+    """The compiled kernel for one of TARGETS."""
+    names = variant.kernel.arg_names
+    constants = {(names.index(name),): value for name, value in variant.constants.items()}
+    signature = variant.signature()
+    # Launches see tensors that are aligned to 16 bytes and strides that are multiples of 16.
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or (signature[name] == "i32" and name not in _COUNTS)
+    }
+    source = ASTSource(variant.kernel, signature, constants, attributes)
+    return triton.compile(source, target=TARGETS[target], options=dict(variant.options))
+
+
+def resources(variant: Variant, target: str) -> Resources:
+    """Compile a kernel and read what it needs from its binary."""
+    compiled = compile_for(variant, target)
+    warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
+    if TARGETS[target].backend == "hip":
+        text = compiled.asm["amdgcn"]
+        names = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
+        used = {name: int(re.search(rf"\.{name}:\s*(\d+)", text).group(1)) for name in names}
+        spills = used["vgpr_spill_count"] + used["sgpr_spill_count"]
+        stack = used["private_segment_fixed_size"]
+        return Resources(variant.name, target, used["vgpr_count"], spills, stack, shared, warps)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    used = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
+    # A thread spills to its stack frame or local memory; these kernels have nothing else there.
+    spills = used["STACK"] + used["LOCAL"]
+    return Resources(variant.name, target, used["REG"], spills, used["STACK"], shared, warps)
