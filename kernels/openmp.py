@@ -1,0 +1,66 @@
+"""Run a compiled function on the threads that torch already has.
+
+vLLM pins the threads of torch's OpenMP runtime to cores and leaves the main thread one. A thread
+started from Python would share that core, and those of a second runtime would fight with torch's,
+which spin while they wait. So the function runs in a parallel region of the runtime that is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+_RUNTIMES = re.compile(r"lib(gomp|iomp5|omp)\b")
+
+
+def _loaded() -> list[str | None]:
+    """The process itself, which has the symbols of what it loaded for all, then its runtimes."""
+    found: list[str | None] = [None]
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        path = line.split(maxsplit=5)[5:]
+        if path and _RUNTIMES.search(Path(path[0]).name) and path[0] not in found:
+            found.append(path[0])
+    return found
+
+
+@functools.cache
+def _parallel() -> Callable[..., None] | None:
+    """``GOMP_parallel`` of the loaded runtime (libgomp, and LLVM's and Intel's have it too)."""
+    torch.get_num_threads()
+    for name in _loaded():
+        try:
+            parallel = ctypes.CDLL(name).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        parallel.restype = None
+        return parallel
+    return None
+
+
+@functools.cache
+def _function(address: int) -> Callable[[int], None]:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+
+
+def run(address: int, data: int, tasks: int) -> None:
+    """Call the C function ``void (*)(void *data)`` on so many threads as torch uses, or ``tasks``.
+
+    The function finds its share itself. Without the interpreter lock.
+    """
+    threads = torch.get_num_threads()
+    parallel = _parallel() if threads > 1 and tasks > 1 else None
+    if parallel is None:
+        _function(address)(data)
+    else:
+        # Always torch's own number: another one makes the runtime start its threads anew.
+        parallel(address, data, threads, 0)
