@@ -1,12 +1,13 @@
-"""What a codec costs a model: nats a token above exact history, on real text.
+"""What codecs and compressed pages cost a model: nats a token above exact history, on real text.
 
 A window is 1,536 tokens of history and the 256 that follow. The KV of the history, but for its last
-128 tokens, goes through the codec in chunks of 256; the loss is the mean negative log likelihood of
+128 tokens, goes through the codec in chunks of 256, or into KIVI pages of blocks of 128; the loss is the mean negative log likelihood of
 the 256 tokens minus that of the same tokens with bfloat16 history. The divergence is that of the
 predicted distributions from those with bfloat16 history, in nats a token: it says the same with far
 less noise. The model computes in float32.
 
-    python benchmarks/quality.py [--model DIR] [--text FILE ...] [--windows N] [--json FILE]
+    python benchmarks/quality.py [--only codecs|pages] [--model DIR] [--text FILE ...]
+        [--windows N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from vllm_kvcompress.calibration.dump import cache_to_kv, load_model, prefill, tokenize
 from vllm_kvcompress.codecs import create_codec
+from vllm_kvcompress.config import KiviSettings
+from vllm_kvcompress.kernels.kivi import implementation
 
 MODEL = Path(__file__).resolve().parent.parent / ".cache" / "smollm2-135m"
 HISTORY, RECENT, SCORED = 1536, 128, 256
+BLOCK = 128
 BASE = "raw"
 LEVELS = ("lossless", "high", "medium", "low", "paper")
 
@@ -45,7 +49,55 @@ def codec_method(name: str, chunk: int, **settings) -> Method:
     return method
 
 
-def all_methods(levels: list[str], chunk: int) -> dict[str, Method]:
+def pages_method(cache_dtype: str, **settings) -> Method:
+    """Into pages of this ``kv_cache_dtype`` and out again; bits a value stand in ``.bits``."""
+    given = KiviSettings.parse({"kvcompress": {"kivi": settings}})
+
+    def method(kv: torch.Tensor) -> torch.Tensor:
+        layers, _, tokens, heads, size = kv.shape
+        fmt = given.page_format(cache_dtype, BLOCK, size, kv.dtype)
+        method.bits = fmt.bits_per_value
+        kernels = implementation(kv.device)
+        blocks = tokens // BLOCK
+        index = torch.arange(blocks, dtype=torch.int32)
+        fills, firsts = torch.full_like(index, BLOCK), (index == 0).int()
+        cache = torch.zeros(blocks, heads, BLOCK, fmt.token_bytes, dtype=torch.uint8)
+        back = kv.clone()
+        for layer in range(layers):
+            k, v = back[layer].unflatten(1, (blocks, BLOCK))
+            kernels.pack(fmt, k, v, index, cache, index, fills, firsts)
+            kernels.unpack(fmt, cache, index, fills, firsts, k, v, index)
+        return back
+
+    return method
+
+
+def plain_kivi(kv: torch.Tensor, group: int = 32) -> torch.Tensor:
+    """KIVI at two bits in a few lines of float32, sharing nothing with the kernels."""
+
+    def through(x: torch.Tensor, dim: int) -> torch.Tensor:
+        split = x.float().unflatten(dim, (-1, group))
+        low, high = split.amin(dim + 1, keepdim=True), split.amax(dim + 1, keepdim=True)
+        scale = ((high - low) / 3).clamp_min(1e-8)
+        return (((split - low) / scale).clamp(0, 3).round() * scale + low).flatten(dim, dim + 1)
+
+    return torch.stack([through(kv[:, 0], 1), through(kv[:, 1], 3)], 1).to(kv.dtype)
+
+
+def pages_methods() -> dict[str, Method]:
+    methods = {BASE: codec_method("raw", BLOCK), "plain KIVI 2-bit G32": plain_kivi}
+    for group in (32, 64, 128):
+        kivi = {"preset": "kivi", "group_size": group}
+        methods[f"kivi_2bit kivi G{group}"] = pages_method("kivi_2bit", **kivi)
+    for group in (32, 64, 128):
+        methods[f"kivi_2bit balanced G{group}"] = pages_method("kivi_2bit", group_size=group)
+    for dtype in ("kivi_k4v2", "kivi_k2v4", "kivi_4bit"):
+        methods[f"{dtype} kivi G32"] = pages_method(dtype, preset="kivi")
+        methods[f"{dtype} balanced G64"] = pages_method(dtype)
+    return methods
+
+
+def codec_methods(levels: list[str], chunk: int) -> dict[str, Method]:
     methods = {BASE: codec_method("raw", chunk)}
     methods |= {level: codec_method("cachegen", chunk, level=level) for level in levels}
     methods["LMCache CacheGen"] = lambda kv: peer_lmcache.quantise(kv)[1].to(kv.dtype)
@@ -92,11 +144,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, nargs="*", default=[], help="text files to use")
     parser.add_argument("--windows", type=int, default=3, help="of each text (%(default)s)")
     parser.add_argument("--chunk", type=int, default=256, help="tokens (%(default)s)")
+    parser.add_argument("--only", choices=["codecs", "pages"], default="codecs")
     parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args(argv)
 
-    methods = all_methods(args.levels, args.chunk)
+    pages = args.only == "pages"
+    methods = pages_methods() if pages else codec_methods(args.levels, args.chunk)
     length = HISTORY + SCORED
     texts = chosen_texts(args.text)
     model, tokenizer = load_model(args.model)
@@ -111,7 +165,8 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{name} {number}: {BASE} {base:.4f}  {losses}", flush=True)
 
     print(
-        f"{'method':<20}{'nats/token':>12}{'above ' + BASE:>12}{'std error':>12}{'divergence':>12}"
+        f"{'method':<24}{'nats/token':>12}{'above ' + BASE:>12}{'std error':>12}{'divergence':>12}"
+        + ("        bits" if pages else "")
     )
     rows = []
     for label in windows[0]["measured"]:
@@ -125,8 +180,10 @@ def main(argv: list[str] | None = None) -> None:
             "std_error": error,
             "divergence": statistics.mean(divergence for _, divergence in own),
         }
+        if hasattr(methods.get(label), "bits"):
+            row["bits"] = methods[label].bits
         rows.append(row)
-        print(f"{label:<20}" + "".join(f"{row[k]:>12.4f}" for k in list(row)[1:]), flush=True)
+        print(f"{label:<24}" + "".join(f"{row[k]:>12.4f}" for k in list(row)[1:]), flush=True)
     if args.json:
         result = {"model": args.model.name, "chunk": args.chunk, "rows": rows, "windows": windows}
         args.json.write_text(json.dumps(result, indent=1) + "\n")

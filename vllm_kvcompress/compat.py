@@ -124,13 +124,15 @@ class GroupSpec:
     kv_heads: int
     head_size: int
     page_bytes: int
+    packed: bool = False
+    """Whether the pages are bytes that only the layers' backend understands."""
 
 
 def offload_groups(kv_cache_config: KVCacheConfig) -> tuple[GroupSpec, ...]:
     """The cache groups that vLLM offloads, in its order.
 
     Raises ValueError for groups whose pages do not hold K and V of one shape: MLA latents, states
-    of Mamba layers, packed pages, layers of different shapes in one group.
+    of Mamba layers, vLLM's own packed pages, layers of different shapes in one group.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
         get_offloading_group_ids,
@@ -157,7 +159,8 @@ def offload_groups(kv_cache_config: KVCacheConfig) -> tuple[GroupSpec, ...]:
                 f"KVCompressConnector takes full and sliding-window attention; {where} is "
                 f"{type(first).__name__}"
             )
-        if first.state_content_bytes is not None or first.tokens_per_state != 1:
+        packed = first.state_content_bytes is not None
+        if first.tokens_per_state != 1 or (packed and not is_opaque_spec(first)):
             raise ValueError(f"KVCompressConnector does not take the packed pages of {where}")
         if first.head_size_v != first.head_size:
             raise ValueError(
@@ -174,13 +177,21 @@ def offload_groups(kv_cache_config: KVCacheConfig) -> tuple[GroupSpec, ...]:
                 kv_heads=first.num_kv_heads,
                 head_size=first.head_size,
                 page_bytes=first.unpadded_page_size_bytes,
+                packed=packed,
             )
         )
     return tuple(groups)
 
 
 def _shape_of(spec: AttentionSpec) -> tuple[Any, ...]:
-    return (spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.dtype)
+    return (
+        spec.block_size,
+        spec.num_kv_heads,
+        spec.head_size,
+        spec.head_size_v,
+        spec.dtype,
+        spec.state_content_bytes,
+    )
 
 
 def attention_layer(vllm_config: VllmConfig, layer_name: str) -> Any:

@@ -210,7 +210,10 @@ class PooledGroup:
             other._everyone = list(everyone.values())
         return group
 
-    def _create_pool(self) -> ResidualPool:
+    def ensure_pool(self) -> ResidualPool:
+        """The pool, made when it is first asked for: the layers then have their caches."""
+        if self.pool is not None:
+            return self.pool
         cache = self.layers[0].kv_cache
         tokens = getattr(self.layers[0].impl, "pool_tokens", None)
         slots = slots_for(self._sequences, self._residual, self.block_tokens)
@@ -227,7 +230,7 @@ class PooledGroup:
         """The plan of the step at hand; made, with all other groups', when first asked for."""
         if self.pending is not None:
             groups = [group for group in self._everyone if group.pending is not None]
-            pools = [group.pool or group._create_pool() for group in groups]
+            pools = [group.ensure_pool() for group in groups]
             for pool in pools:
                 pool.finish_step()
             for group, pool in zip(groups, pools, strict=True):
@@ -244,6 +247,50 @@ class PooledGroup:
         """Another cache group writes this block from its first token on."""
         if self.pool is not None:
             self.pool.drop(block)
+
+    # --- between steps, for the connector ---------------------------------------------------
+
+    def exact_blocks(self, blocks: Sequence[int]) -> list[bool]:
+        """Which of these full blocks are exact, the others being packed."""
+        pool = self.ensure_pool()
+        pool.finish_step()
+        return [pool.is_exact(block) for block in blocks]
+
+    def exact_tokens(self, block: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of an exact block's K and V, ``[tokens, kv_heads, head_size]``, a pair a layer."""
+        slot = int(self.ensure_pool().slot_of_block[block])
+        return [
+            (layer.impl.exact_keys[slot], layer.impl.exact_values[slot]) for layer in self.layers
+        ]
+
+    def put_exact(self, block: int, first: bool, kv: torch.Tensor) -> None:
+        """Make a block's tokens ``kv [layers, 2, tokens, kv_heads, head_size]``, exactly if the
+        pool has room for them, else packed."""
+        slot, victim = self.ensure_pool().adopt(block, first)
+        if victim is not None:
+            self._pack_now(victim)
+        for layer, (key, value) in zip(self.layers, kv, strict=True):
+            impl = layer.impl
+            if slot >= 0:
+                impl.exact_keys[slot].copy_(key)
+                impl.exact_values[slot].copy_(value)
+            else:
+                fill = len(key)
+                columns = _columns(([0], [block], [fill], [int(first)]), key.device)
+                impl.pack(columns, layer.kv_cache, key[None], value[None])
+        self.update_map()
+
+    def drop(self, blocks: Sequence[int]) -> None:
+        """Forget the exact tokens of blocks whose pages are about to be written by others."""
+        pool = self.ensure_pool()
+        for block in blocks:
+            pool.drop(block)
+        self.update_map()
+
+    def _pack_now(self, victim: tuple[int, int, int, int]) -> None:
+        columns = _columns(tuple([value] for value in victim), self.layers[0].kv_cache.device)
+        for layer in self.layers:
+            layer.impl.pack(columns, layer.kv_cache)
 
     def update_map(self) -> None:
         """Bring the device's copy of the map up to date."""
@@ -431,14 +478,22 @@ class KiviImpl(AttentionImpl):
             attn_metadata.max_seq_len,
         )
         if plan.retire is not None:
-            self._pack(plan.retire, kv_cache)
+            self.pack(plan.retire, kv_cache)
         return output
 
-    def _pack(self, columns: torch.Tensor, kv_cache: torch.Tensor) -> None:
+    def pack(
+        self,
+        columns: torch.Tensor,
+        kv_cache: torch.Tensor,
+        keys: torch.Tensor | None = None,
+        values: torch.Tensor | None = None,
+    ) -> None:
+        """Pack slots of the pool, or of other exact tokens, into pages; columns: slots, blocks,
+        fills, firsts."""
         slots, blocks, fills, firsts = columns
-        self.kernels.pack(
-            self.fmt, self.exact_keys, self.exact_values, slots, kv_cache, blocks, fills, firsts
-        )
+        keys = self.exact_keys if keys is None else keys
+        values = self.exact_values if values is None else values
+        self.kernels.pack(self.fmt, keys, values, slots, kv_cache, blocks, fills, firsts)
 
     def _store(
         self, plan: DevicePlan, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
@@ -447,7 +502,7 @@ class KiviImpl(AttentionImpl):
         fmt, kernels = self.fmt, self.kernels
         keys, values = self.exact_keys, self.exact_values
         if plan.evict is not None:
-            self._pack(plan.evict, kv_cache)
+            self.pack(plan.evict, kv_cache)
         if plan.reopen is not None:
             slots, blocks, fills, firsts = plan.reopen
             kernels.unpack(fmt, kv_cache, blocks, fills, firsts, keys, values, slots)

@@ -81,6 +81,8 @@ class ResidualPool:
         self._free = list(range(slots - 1, -1, -1))
         self._recent: OrderedDict[int, None] = OrderedDict()  # slots in use, oldest first
         self._retired: list[tuple[int, int]] = []
+        self._step = 0
+        self._touched = np.zeros(slots, np.int64)  # the step that last had the slot in a window
         self.evictions = 0
         self.appends = 0
 
@@ -100,22 +102,31 @@ class ResidualPool:
         if slot >= 0:
             self._release(slot)
 
-    def fill_of(self, block: int) -> int:
-        """Tokens in the slot of an exact block."""
-        return int(self._fill[self.slot_of_block[block]])
+    def is_exact(self, block: int) -> bool:
+        """Whether all of a block's tokens are exact."""
+        slot = self.slot_of_block[block]
+        return bool(slot >= 0 and self._fill[slot] == self.block_tokens)
 
-    def adopt(self, block: int, fill: int, first: bool) -> int:
-        """A slot for a block whose exact tokens come from elsewhere, or -1 if none is free.
+    def adopt(self, block: int, first: bool) -> tuple[int, tuple[int, int, int, int] | None]:
+        """A slot for a full block whose exact tokens come from elsewhere, -1 if there is none.
 
-        The caller writes the tokens. Nothing is evicted: between steps no layer can pack.
+        The caller writes the tokens, after it has packed what had the slot: slot, block, fill and
+        first, or None. No window of the last step loses a slot.
         """
         self.drop(block)
+        victim = None
         if not self._free:
-            return -1
-        return self._take(block, fill, first)
+            slot = next(iter(self._recent), -1)
+            if slot < 0 or self._touched[slot] == self._step:
+                return -1, None
+            victim = (slot, int(self._block[slot]), int(self._fill[slot]), int(self._first[slot]))
+            self._release(slot)
+            self.evictions += 1
+        return self._take(block, self.block_tokens, first), victim
 
     def _take(self, block: int, fill: int, first: bool) -> int:
         slot = self._free.pop()
+        self._touched[slot] = self._step
         self._block[slot] = block
         self._fill[slot] = fill
         self._first[slot] = first
@@ -146,6 +157,7 @@ class ResidualPool:
         """
         size = self.block_tokens
         plan = StepPlan()
+        self._step += 1
         rows = []
         for row in range(len(step.seq_lens)):
             begin, end = int(step.query_start[row]), int(step.query_start[row + 1])
@@ -165,7 +177,7 @@ class ResidualPool:
                 slot = int(self.slot_of_block[block])
                 grows = (column + 1) * size > history
                 if slot >= 0:
-                    self._recent.move_to_end(slot)
+                    self._touch(slot)
                     if grows:
                         held.add(slot)
                     else:
@@ -177,7 +189,7 @@ class ResidualPool:
             if history % size and column < self._first_exact(length):
                 slot = int(self.slot_of_block[table[column]])
                 if slot >= 0:
-                    self._recent.move_to_end(slot)
+                    self._touch(slot)
                     held.add(slot)
         for slot in held:
             window.pop(slot, None)
@@ -203,6 +215,10 @@ class ResidualPool:
                     _add(plan.retire, slot, block, size, int(self._first[slot]))
                     self._retired.append((slot, block))
         return plan
+
+    def _touch(self, slot: int) -> None:
+        self._recent.move_to_end(slot)
+        self._touched[slot] = self._step
 
     def _first_exact(self, length: int) -> int:
         """The first block column of a sequence that has a token among the last ``residual``."""

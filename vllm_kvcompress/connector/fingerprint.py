@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress import __version__
+from vllm_kvcompress.config import KiviSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,6 +77,7 @@ def server_fingerprint(
         ],
         "speculative": None if speculative is None else [speculative.method, speculative.model],
         "additional": vllm_config.additional_config,
+        "kivi": repr(KiviSettings.parse(vllm_config.additional_config)),
     }
     return digest(codec_key, json.dumps(settings, sort_keys=True, default=str).encode())
 

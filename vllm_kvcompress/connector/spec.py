@@ -15,11 +15,13 @@ from vllm.v1.kv_offload.base import (
 )
 
 from vllm_kvcompress import compat
+from vllm_kvcompress.codecs import create_codec
 from vllm_kvcompress.config import OffloadSettings
 from vllm_kvcompress.connector import fingerprint
+from vllm_kvcompress.connector.groups import CacheGroup, PackedGroup, PlainGroup
 from vllm_kvcompress.connector.manager import ChunkManager
 from vllm_kvcompress.connector.metrics import metric_definitions
-from vllm_kvcompress.connector.worker import CacheGroup, ChunkWorker
+from vllm_kvcompress.connector.worker import ChunkWorker
 from vllm_kvcompress.kernels import pages as page_kernels
 from vllm_kvcompress.layout import PageLayout, find_layout
 from vllm_kvcompress.stores import StoreStack, create_stack
@@ -73,7 +75,7 @@ class KVCompressSpec(OffloadingSpec):
         self.groups = compat.offload_groups(kv_cache_config)
         self.vllm_config = vllm_config
         self.kv_cache_config = kv_cache_config
-        self.layouts: list[PageLayout] = []
+        self.layouts: list[PageLayout | None] = []
 
     def get_manager(self) -> OffloadingManager:
         stack = create_stack(self.settings.stores, write_back=self.settings.write_back)
@@ -99,7 +101,9 @@ class KVCompressSpec(OffloadingSpec):
     def find_layouts(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Find each group's element order. Raises ValueError where there is none."""
         self.layouts = [
-            find_layout(
+            None
+            if group.packed
+            else find_layout(
                 group,
                 compat.attention_layer(self.vllm_config, group.layer_names[0]),
                 kv_caches[group.layer_names[0]],
@@ -110,26 +114,32 @@ class KVCompressSpec(OffloadingSpec):
         ]
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> ChunkWorker:
-        groups = []
-        for group, layout, refs in zip(
+        groups: list[CacheGroup] = []
+        for spec, layout, refs in zip(
             self.groups, self.layouts, kv_caches.group_data_refs, strict=True
         ):
-            if len(refs) != layout.layers:
+            if len(refs) != len(spec.layer_names):
                 raise ValueError(
-                    "KVCompressConnector needs each layer's pages apart; "
-                    f"this KV cache layout packs {layout.layers} layers in {len(refs)} regions"
+                    "KVCompressConnector needs each layer's pages apart; this KV cache layout "
+                    f"packs {len(spec.layer_names)} layers in {len(refs)} regions"
                 )
-            pages = [kv_caches.tensors[ref.tensor_idx].tensor for ref in refs]
-            groups.append(
-                CacheGroup(group.group_id, layout, [page[:, : layout.page_bytes] for page in pages])
-            )
-            chunk_bytes = layout.block_bytes() * self.blocks_per_chunk
+            pages = [kv_caches.tensors[ref.tensor_idx].tensor[:, : spec.page_bytes] for ref in refs]
+            group: CacheGroup
+            if layout is None:
+                layer = compat.attention_layer(self.vllm_config, spec.layer_names[0])
+                exact_codec = create_codec("cachegen", level="lossless")
+                group = PackedGroup(spec.group_id, layer.impl.group, pages, exact_codec)
+            else:
+                group = PlainGroup(spec.group_id, layout, pages)
+            groups.append(group)
+            chunk_bytes = group.block_bytes * self.blocks_per_chunk
             if chunk_bytes > self.settings.staging_bytes:
                 raise ValueError(
                     f"kv_connector_extra_config: staging_bytes is {self.settings.staging_bytes}, "
                     f"and one chunk takes {chunk_bytes}; nothing would ever be stored"
                 )
-            self._warm_up(layout)
+            if layout is not None:
+                self._warm_up(layout)
         return ChunkWorker(
             groups,
             blocks_per_chunk=self.blocks_per_chunk,

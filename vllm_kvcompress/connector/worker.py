@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -23,9 +22,16 @@ from vllm.v1.kv_offload.base import (
 from vllm_kvcompress import compat
 from vllm_kvcompress.codecs import BlobError, Codec
 from vllm_kvcompress.connector.fingerprint import RANK_BYTES, rank_key
+from vllm_kvcompress.connector.groups import (
+    CacheGroup,
+    Content,
+    ForeignBlob,
+    Snapshot,
+    beside_the_model,
+    mark,
+)
 from vllm_kvcompress.connector.manager import ChunkKeys
 from vllm_kvcompress.connector.metrics import WorkerReport
-from vllm_kvcompress.layout import PageLayout
 from vllm_kvcompress.stores import Store, StoreError, StoreStack
 
 logger = init_logger(compat.LOGGER_NAME)
@@ -33,65 +39,6 @@ logger = init_logger(compat.LOGGER_NAME)
 
 class LoadFailed(Exception):
     """A chunk cannot be loaded; the message is the cause, as the metrics label it."""
-
-
-@dataclass
-class Snapshot:
-    """Copied pages ``[layers, blocks, bytes]``; on a GPU there once ``ready`` has passed."""
-
-    pages: torch.Tensor
-    ready: torch.cuda.Event | None
-
-    def wait(self) -> torch.Tensor:
-        """The pages, for work on the calling thread's stream."""
-        if self.ready is not None:
-            torch.cuda.current_stream().wait_event(self.ready)
-            self.pages.record_stream(torch.cuda.current_stream())
-        return self.pages
-
-
-_thread = threading.local()
-
-
-def beside_the_model(device: torch.device) -> AbstractContextManager[object]:
-    """Let the calling thread's work on a GPU run on a stream of its own."""
-    if device.type != "cuda":
-        return nullcontext()
-    if not hasattr(_thread, "stream"):
-        _thread.stream = torch.cuda.Stream(device)
-    return torch.cuda.stream(_thread.stream)
-
-
-def _mark(device: torch.device) -> torch.cuda.Event | None:
-    """An event after all that the calling thread has given to a GPU so far."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
-
-
-@dataclass
-class CacheGroup:
-    """One cache group on this worker: its layout and its layers' pages."""
-
-    group_id: int
-    layout: PageLayout
-    pages: list[torch.Tensor]
-    """Per layer ``[blocks, bytes]``, views of vLLM's own pool."""
-
-    def snapshot(self, block_ids: list[int]) -> Snapshot:
-        """Copy whole blocks, in the order of the model's own work on the device."""
-        device = self.pages[0].device
-        ids = torch.tensor(block_ids, dtype=torch.int64, device=device)
-        out = torch.empty(
-            (len(self.pages), len(block_ids), self.layout.page_bytes),
-            dtype=torch.int8,
-            device=device,
-        )
-        for layer, pages in enumerate(self.pages):
-            torch.index_select(pages, 0, ids, out=out[layer])
-        return Snapshot(out, _mark(device))
 
 
 @dataclass
@@ -103,6 +50,8 @@ class ChunkBlocks:
     first_block: int
     """Index in the chunk of the first of ``block_ids``."""
     block_ids: list[int]
+    index: int
+    """Index in the sequence of the first of ``block_ids``."""
 
 
 @dataclass
@@ -111,6 +60,8 @@ class _LoadJob:
     remaining: int
     raw_bytes: int = 0
     futures: list = field(default_factory=list)
+    deferred: list[Callable[[], None]] = field(default_factory=list)
+    """What is left for the model's own thread before the blocks can be used."""
 
 
 def _finish_writes(device: torch.device) -> None:
@@ -145,8 +96,9 @@ def split_into_chunks(
             continue
         for key in keys:
             take = blocks_per_chunk - offset
-            result.append(ChunkBlocks(group, key, offset, block_ids[:take]))
+            result.append(ChunkBlocks(group, key, offset, block_ids[:take], first))
             block_ids = block_ids[take:]
+            first += take
             offset = 0
     return result, unclear
 
@@ -176,6 +128,7 @@ class ChunkWorker(OffloadingWorker):
         self._staged: dict[bytes, Snapshot] = {}  # key -> what waits for its encoder
         self._staged_bytes = 0
         self._load_jobs: dict[int, _LoadJob] = {}
+        self._deferred: list[Callable[[], None]] = []  # of loads that are over but for these
         self._finished: list[TransferResult] = []
         self._report = WorkerReport()
         self._logged: set[str] = set()
@@ -204,19 +157,16 @@ class ChunkWorker(OffloadingWorker):
         for key in unclear:
             self._drop(key, "incomplete")
         for chunk in chunks:
-            size = chunk.group.layout.block_bytes() * len(chunk.block_ids)
             if chunk.first_block + len(chunk.block_ids) != self._blocks_per_chunk:
                 self._drop(chunk.key, "incomplete")  # its last blocks are not there
                 continue
-            with self._lock:
-                fits = self._staged_bytes + size <= self._staging_bytes
-                if fits:
-                    self._staged_bytes += size
-            if not fits:
+            size = chunk.group.block_bytes * len(chunk.block_ids)
+            if self._staged_bytes + size > self._staging_bytes:
                 self._drop(chunk.key, "staging_full")
                 continue
             snapshot = chunk.group.snapshot(chunk.block_ids)
             with self._lock:
+                self._staged_bytes += snapshot.nbytes
                 self._staged[chunk.key] = snapshot
             self._encoders.submit(self._store, chunk, snapshot, self._namespace)
         with self._lock:
@@ -230,9 +180,11 @@ class ChunkWorker(OffloadingWorker):
         )
         for key in unclear:
             self._fail(job_id, key, "incomplete")
+        for chunk in chunks:
+            chunk.group.prepare_load(chunk.block_ids)
         job = _LoadJob(started=time.monotonic(), remaining=max(1, len(chunks)))
         # The blocks' earlier owners, and their zeroing, may still be at work on a GPU.
-        written = _mark(self._groups[0].pages[0].device)
+        written = mark(self._groups[0].device)
         with self._lock:
             self._load_jobs[job_id] = job
         if not chunks:
@@ -243,6 +195,7 @@ class ChunkWorker(OffloadingWorker):
         return True
 
     def get_finished(self) -> list[TransferResult]:
+        self._finish_deferred()
         with self._lock:
             finished, self._finished = self._finished, []
         return finished
@@ -255,6 +208,13 @@ class ChunkWorker(OffloadingWorker):
         with self._lock:
             futures = [f for j in job_ids if (job := self._load_jobs.get(j)) for f in job.futures]
         wait_for(futures)
+        self._finish_deferred()
+
+    def _finish_deferred(self) -> None:
+        with self._lock:
+            deferred, self._deferred = self._deferred, []
+        for action in deferred:
+            action()
 
     def set_namespace(self, namespace: bytes) -> None:
         """Forget everything stored under another namespace (after a reset of the cache)."""
@@ -288,15 +248,14 @@ class ChunkWorker(OffloadingWorker):
 
     def _store(self, chunk: ChunkBlocks, snapshot: Snapshot, namespace: bytes) -> None:
         reason = None
-        raw_bytes = snapshot.pages.numel()
+        raw_bytes = snapshot.nbytes
         blob = b""
         seconds = 0.0
         try:
             key = rank_key(chunk.key, self._rank)
             started = time.thread_time()
-            with beside_the_model(snapshot.pages.device):
-                kv = chunk.group.layout.to_kv(snapshot.wait())
-                blob = self._codec.encode(kv, fingerprint=key)
+            with beside_the_model(chunk.group.device):
+                blob = chunk.group.encode(snapshot, self._codec, key)
             seconds = time.thread_time() - started
             if namespace != self._namespace:
                 reason = "reset"
@@ -338,10 +297,10 @@ class ChunkWorker(OffloadingWorker):
         raw_bytes = 0
         try:
             if not self._closed:
-                with beside_the_model(chunk.group.pages[0].device):
+                with beside_the_model(chunk.group.device):
                     if written is not None:
                         torch.cuda.current_stream().wait_event(written)
-                    raw_bytes = self._load_chunk(chunk)
+                    raw_bytes = self._load_chunk(job_id, chunk)
         except LoadFailed as failure:
             self._fail(job_id, chunk.key, str(failure))
         except Exception:
@@ -351,16 +310,11 @@ class ChunkWorker(OffloadingWorker):
             self._measure_stores()
             self._load_done(job_id, raw_bytes)
 
-    def _load_chunk(self, chunk: ChunkBlocks) -> int:
-        layout = chunk.group.layout
+    def _load_chunk(self, job_id: int, chunk: ChunkBlocks) -> int:
         with self._lock:
             staged = self._staged.get(chunk.key)
         if staged is not None:
-            pages = staged.wait()
-            for layer, place, page in self._targets(chunk, pages.shape[1]):
-                page.copy_(pages[layer, place])
-            _finish_writes(pages.device)
-            return layout.block_bytes() * len(chunk.block_ids)
+            return self._write(job_id, chunk, staged)
 
         key = rank_key(chunk.key, self._rank)
         try:
@@ -370,30 +324,21 @@ class ChunkWorker(OffloadingWorker):
             raise LoadFailed("store_error") from error
         if blob is None:
             raise LoadFailed("missing")
-        device = chunk.group.pages[0].device
         started = time.thread_time()
         try:
-            header = self._codec.inspect(blob)
-            if header["fingerprint"] != key.hex():
-                raise LoadFailed("foreign")
-            kv = self._codec.decode(blob, device=device)
+            content = chunk.group.decode(blob, self._codec, key)
+            if content.blocks > self._blocks_per_chunk:
+                raise ForeignBlob(f"a blob of {content.blocks} blocks")
         except BlobError as error:
             self._log_once("corrupt", "a blob is corrupt and was removed: %s", error)
             self._remove(key)
             raise LoadFailed("corrupt") from error
-        except LoadFailed:
-            self._log_once("foreign", "a blob belongs to another key and was removed")
+        except ForeignBlob as error:
+            self._log_once("foreign", "%s; it was removed", error)
             self._remove(key)
-            raise
-        if not layout.fits(kv) or kv.shape[2] > self._blocks_per_chunk * layout.block_tokens:
-            self._log_once("foreign", "a blob of another shape was removed")
-            self._remove(key)
-            raise LoadFailed("foreign")
-        for layer, place, page in self._targets(chunk, kv.shape[2] // layout.block_tokens):
-            layout.from_kv(kv, place, layer, page)
-        _finish_writes(device)
+            raise LoadFailed("foreign") from error
+        raw_bytes = self._write(job_id, chunk, content)
         seconds = time.thread_time() - started
-        raw_bytes = layout.block_bytes() * len(chunk.block_ids)
         with self._lock:
             count = self._report.counters
             count["loaded_chunks", ()] += 1
@@ -402,19 +347,22 @@ class ChunkWorker(OffloadingWorker):
             count["decode_seconds", ()] += seconds
         return raw_bytes
 
-    def _targets(
-        self, chunk: ChunkBlocks, held_blocks: int
-    ) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Each page to write, with its layer and its place among the blocks that are held.
+    def _write(self, job_id: int, chunk: ChunkBlocks, content: Content) -> int:
+        """Write a chunk's blocks into vLLM's pool; returns their bytes.
 
         What is held are the last blocks of the chunk. Raises LoadFailed if more are wanted.
         """
-        missing = self._blocks_per_chunk - held_blocks
+        missing = self._blocks_per_chunk - content.blocks
         if chunk.first_block < missing:
             raise LoadFailed("incomplete")
-        for layer, pages in enumerate(chunk.group.pages):
-            for place, block in enumerate(chunk.block_ids, chunk.first_block - missing):
-                yield layer, place, pages[block]
+        for offset, block in enumerate(chunk.block_ids):
+            place = chunk.first_block - missing + offset
+            deferred = content.write(place, block, chunk.index + offset == 0)
+            if deferred is not None:
+                with self._lock:
+                    self._load_jobs[job_id].deferred.append(deferred)
+        _finish_writes(chunk.group.device)
+        return content.nbytes * len(chunk.block_ids) // content.blocks
 
     def _remove(self, key: bytes) -> None:
         try:
@@ -432,6 +380,7 @@ class ChunkWorker(OffloadingWorker):
             if job.remaining:
                 return
             del self._load_jobs[job_id]
+            self._deferred += job.deferred
             self._finished.append(
                 TransferResult(
                     job_id=job_id,
