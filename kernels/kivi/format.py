@@ -24,11 +24,18 @@ Sections of a page, in this order, without gaps, then zeros up to ``token_bytes`
     value_scale     dtype [value groups, B]
     value_min       dtype [value groups, B]
     sink_keys       dtype [S, D]
+    sink_values     dtype [S, D]                  rotated V only
     boosted         u8    [boosted]               boosted channels, if K has two bits
 
 The first ``sinks`` tokens of a sequence keep their K exact in ``sink_keys`` of the sequence's first
 block; they take no part in their group's scale, and their codes are zero. In other blocks
 ``sink_keys`` is zero.
+
+V may be *rotated*: a token's V is multiplied by ``rotation(D)``, an orthogonal matrix that spreads
+outliers over its channels, and then coded symmetrically with one scale a token and head,
+``value = (code - (2**bits - 1) / 2) * scale``. There are no minima then, and the first ``sinks``
+tokens keep V exact as well; their scales are zero. What attention sums of rotated V is turned back
+once, by the same matrix.
 
 What is not filled is zero: codes, scales and minima of tokens at and after the fill count.
 """
@@ -48,13 +55,44 @@ GROUPS = (32, 64, 128)
 BITS = (2, 4)
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FITS = ("minmax", "squares")
+FITS = ("minmax", "squares", "unbiased")
 
 SHRINK = 0.8
 """``squares``: the first range, as a share of the group's, about its middle."""
 
 ROUNDS = 3
 """``squares``: how often scale and minimum are fitted to the codes, and the codes to them."""
+
+FIT_SHRINK = 0.9
+"""``unbiased``: the first range, as a share of the group's, about its middle."""
+
+FIT_ROUNDS = 2
+"""``unbiased``: how often scale and minimum are fitted to the codes, and the codes to them."""
+
+FIT_LIMIT = 1.5
+"""``unbiased``: a scale that would grow by this factor or more is left as it was fitted."""
+
+FIRST_RMS = 0.9957
+"""Rotated V of 2 bits: the first scale, in root mean squares; the best for a Gaussian."""
+
+FIRST_RMS_4BIT = 0.3352
+"""The same for 4 bits."""
+
+
+def rotation(head_size: int) -> torch.Tensor:
+    """The symmetric orthogonal matrix ``[head_size, head_size]`` that rotates V.
+
+    Hadamard matrices of the largest power of two that divides the head size, along the diagonal.
+    """
+    power = head_size & -head_size
+    index = torch.arange(head_size)
+    within, block = index % power, index // power
+    odd = torch.zeros(head_size, head_size, dtype=torch.int64)
+    both = within[:, None] & within
+    while both.any():
+        odd, both = odd ^ (both & 1), both >> 1
+    signs = (1 - 2 * odd).float() * (block[:, None] == block)
+    return signs / power**0.5
 
 
 @dataclass(frozen=True)
@@ -74,7 +112,10 @@ class PageFormat:
     sinks: int = 0
     """Tokens at the start of a sequence whose K stay exact."""
     fit: str = "minmax"
-    """How scales are found: ``minmax`` as published, or ``squares``, least squared error."""
+    """How scales are found: ``minmax`` as published, ``squares`` by least squared error, or
+    ``unbiased``, the same without what it shrinks values by."""
+    rotated: bool = False
+    """Whether V is rotated and coded symmetrically, with one group a token."""
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -112,7 +153,7 @@ class PageFormat:
     @cached_property
     def value_group(self) -> int:
         """Channels of a group of V."""
-        return min(self.group, self.head_size)
+        return self.head_size if self.rotated else min(self.group, self.head_size)
 
     @cached_property
     def value_groups(self) -> int:
@@ -135,8 +176,9 @@ class PageFormat:
             "key_scale": tokens // self.group * size * item,
             "key_min": tokens // self.group * size * item,
             "value_scale": self.value_groups * tokens * item,
-            "value_min": self.value_groups * tokens * item,
+            "value_min": 0 if self.rotated else self.value_groups * tokens * item,
             "sink_keys": self.sinks * size * item,
+            "sink_values": self.sinks * size * item if self.rotated else 0,
             "boosted": self.boosted,
         }
 
@@ -187,8 +229,9 @@ class PageFormat:
             "key_scale": (self.key_groups, size),
             "key_min": (self.key_groups, size),
             "value_scale": (self.value_groups, tokens),
-            "value_min": (self.value_groups, tokens),
+            "value_min": (self.value_groups if length else 0, tokens),
             "sink_keys": (self.sinks, size),
+            "sink_values": (self.sinks if length else 0, size),
             "boosted": (self.boosted,),
         }[name]
         if name == "boosted":

@@ -9,7 +9,9 @@ published kernels do them: ``m = min``, ``s = (max - m) / (2**bits - 1)``,
 ``code = round(clamp((x - m) / s, 0, 2**bits - 1))``, ties to even. Where the published method
 divides by zero, in a group whose values are all equal, the code is zero. With ``fit="squares"``
 arithmetic is in float32, and the codes are found again after ``s`` and ``m`` are rounded to the
-model's dtype. Unpacking, ``code * s + m``, is in float32.
+model's dtype. ``fit="unbiased"`` then stretches the scale, for the same codes, so that the error is
+uncorrelated with the codes' values: least squares shrinks values, and attention, which averages
+over tokens, would not average that away. Unpacking, ``code * s + m``, is in float32.
 """
 
 from __future__ import annotations
@@ -17,7 +19,18 @@ from __future__ import annotations
 import torch
 
 from .attention import Attention
-from .format import ROUNDS, ROWS, SHRINK, PageFormat
+from .format import (
+    FIRST_RMS,
+    FIRST_RMS_4BIT,
+    FIT_LIMIT,
+    FIT_ROUNDS,
+    FIT_SHRINK,
+    ROUNDS,
+    ROWS,
+    SHRINK,
+    PageFormat,
+    rotation,
+)
 
 
 def pages_of(fmt: PageFormat, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
@@ -68,16 +81,11 @@ def pack(
         if fmt.boosted:
             parts["boosted"] = rows.to(torch.uint8)
     parts["sink_keys"] = torch.where(sink[..., None], k, 0)[:, :, : fmt.sinks]
-
-    pad = fmt.value_groups * fmt.value_group - fmt.head_size
-    grouped = torch.nn.functional.pad(v, (0, pad)).unflatten(3, (fmt.value_groups, -1))
-    real = torch.arange(fmt.head_size + pad) < fmt.head_size
-    counted = filled[..., None, None] & real.view(fmt.value_groups, -1)  # [n, H, B, g, G]
-    levels = torch.tensor(2**fmt.value_bits - 1)
-    codes, scale, low = _quantise(fmt, grouped, counted, levels, 4)
-    parts["value_scale"] = scale.squeeze(4).transpose(2, 3)
-    parts["value_min"] = low.squeeze(4).transpose(2, 3)
-    codes = codes.flatten(3)[..., : fmt.head_size]  # [n, H, B, D]
+    if fmt.rotated:
+        parts["sink_values"] = torch.where(sink[..., None], v, 0)[:, :, : fmt.sinks]
+        codes, parts["value_scale"] = _quantise_rotated(fmt, v, filled & ~sink)
+    else:
+        codes, parts["value_scale"], parts["value_min"] = _quantise_values(fmt, v, filled)
     if fmt.value_bits == 4:
         parts["value_codes"], parts["value_extra"] = _plane(codes >> 2), _plane(codes & 3)
     else:
@@ -89,6 +97,46 @@ def pack(
         if length:
             pages[..., offset : offset + length] = part.contiguous().flatten(2).view(torch.uint8)
     cache.view(torch.uint8)[blocks.long()] = pages.unflatten(2, (fmt.block_tokens, -1))
+
+
+def _quantise_values(
+    fmt: PageFormat, v: torch.Tensor, filled: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes ``[n, H, B, D]``, scales and minima ``[n, H, groups, B]`` of V."""
+    pad = fmt.value_groups * fmt.value_group - fmt.head_size
+    grouped = torch.nn.functional.pad(v, (0, pad)).unflatten(3, (fmt.value_groups, -1))
+    real = torch.arange(fmt.head_size + pad) < fmt.head_size
+    counted = filled[..., None, None] & real.view(fmt.value_groups, -1)  # [n, H, B, g, G]
+    levels = torch.tensor(2**fmt.value_bits - 1)
+    codes, scale, low = _quantise(fmt, grouped, counted, levels, 4)
+    scale, low = scale.squeeze(4).transpose(2, 3), low.squeeze(4).transpose(2, 3)
+    return codes.flatten(3)[..., : fmt.head_size], scale, low
+
+
+def _quantise_rotated(
+    fmt: PageFormat, v: torch.Tensor, counted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes ``[n, H, B, D]`` and scales ``[n, H, 1, B]`` of rotated V, of what is counted."""
+    y = torch.where(counted[..., None], v.float(), 0) @ rotation(fmt.head_size)
+    middle = (2**fmt.value_bits - 1) / 2
+
+    def code(scale: torch.Tensor) -> torch.Tensor:
+        ratio = y / torch.where(scale > 0, scale, 1) + middle
+        codes = ratio.clamp(0, 2 * middle).round()
+        return torch.where(scale > 0, codes, 0)
+
+    first = FIRST_RMS if fmt.value_bits == 2 else FIRST_RMS_4BIT
+    scale = (y * y).mean(-1, keepdim=True).sqrt() * first
+    for _ in range(FIT_ROUNDS):
+        c = code(scale) - middle
+        scale = (c * y).sum(-1, keepdim=True) / (c * c).sum(-1, keepdim=True)
+    scale = scale.to(fmt.dtype).float()
+    codes = code(scale)
+    product = ((codes - middle) * y).sum(-1, keepdim=True)
+    stretched = (y * y).sum(-1, keepdim=True) / torch.where(product > 0, product, 1)
+    scale = torch.where((product > 0) & (scale > 0), stretched, 0).to(fmt.dtype)
+    codes = torch.where(scale > 0, codes, 0)
+    return codes.to(torch.int32), scale.transpose(2, 3)
 
 
 def _boosted(fmt: PageFormat, grouped: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
@@ -117,21 +165,33 @@ def _quantise(
         return _codes(x, counted, scale, low, levels), scale, low
     x = torch.where(counted, x.float(), 0)
     low, high = low.float(), high.float()
-    half = (high - low) * (SHRINK / 2)
+    unbiased = fmt.fit == "unbiased"
+    half = (high - low) * ((FIT_SHRINK if unbiased else SHRINK) / 2)
     scale, low = half * 2 / levels, (high + low) / 2 - half
     count = counted.sum(dim, keepdim=True).float().clamp_min(1)
     x_mean = x.sum(dim, keepdim=True) / count
-    for _ in range(ROUNDS):
+    for _ in range(FIT_ROUNDS if unbiased else ROUNDS):
         codes = _codes(x, counted, scale, low, levels).float()
         code_mean = codes.sum(dim, keepdim=True) / count
         spread = torch.where(counted, codes - code_mean, 0)
         variance = (spread * spread).sum(dim, keepdim=True)
         slope = (spread * x).sum(dim, keepdim=True) / variance
-        fits = variance > 0
+        fits = (variance > 0) & (slope > 0)
         scale = torch.where(fits, slope, scale)
         low = torch.where(fits, x_mean - slope * code_mean, low)
     scale, low = scale.to(fmt.dtype), low.to(fmt.dtype)
-    return _codes(x, counted, scale.float(), low.float(), levels), scale, low
+    codes = _codes(x, counted, scale.float(), low.float(), levels)
+    if unbiased:
+        c = codes.float()
+        code_mean = c.sum(dim, keepdim=True) / count
+        spread = torch.where(counted, x - x_mean, 0)
+        product = (spread * (c - code_mean)).sum(dim, keepdim=True)
+        stretched = (spread * spread).sum(dim, keepdim=True) / product
+        fits = (product > 0) & (stretched < FIT_LIMIT * scale.float())
+        scale = torch.where(fits, stretched, scale.float())
+        low = torch.where(fits, x_mean - stretched * code_mean, low.float())
+        scale, low = scale.to(fmt.dtype), low.to(fmt.dtype)
+    return codes, scale, low
 
 
 def _codes(
@@ -206,6 +266,13 @@ def dequantise(
     codes = _unplane(part["value_codes"])  # [n, H, B, D]
     if fmt.value_bits == 4:
         codes = 4 * codes + _unplane(part["value_extra"])
+    if fmt.rotated:
+        scale = part["value_scale"].float().transpose(2, 3)
+        v = (codes - (2**fmt.value_bits - 1) / 2) * scale @ rotation(fmt.head_size)
+        if fmt.sinks:
+            head = torch.where(sink, part["sink_values"].float(), v[:, :, : fmt.sinks])
+            v = torch.cat([head, v[:, :, fmt.sinks :]], 2)
+        return k, v
     group = torch.arange(fmt.head_size) // fmt.value_group
     scale = part["value_scale"].float()[:, :, group].transpose(2, 3)
     low = part["value_min"].float()[:, :, group].transpose(2, 3)
