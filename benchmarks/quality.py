@@ -1,10 +1,10 @@
 """What codecs and compressed pages cost a model: nats a token above exact history, on real text.
 
 A window is 1,536 tokens of history and the 256 that follow. The KV of the history, but for its last
-128 tokens, goes through the codec in chunks of 256, or into KIVI pages of blocks of 128; the loss is the mean negative log likelihood of
-the 256 tokens minus that of the same tokens with bfloat16 history. The divergence is that of the
-predicted distributions from those with bfloat16 history, in nats a token: it says the same with far
-less noise. The model computes in float32.
+128 tokens, goes through the codec in chunks of 256, or into KIVI pages of blocks of 128; the loss
+is the mean negative log likelihood of the 256 tokens minus that of the same tokens with bfloat16
+history. The divergence is that of the predicted distributions from those with bfloat16 history, in
+nats a token: it says the same with far less noise. The model computes in float32.
 
     python benchmarks/quality.py [--only codecs|pages] [--model DIR] [--text FILE ...]
         [--windows N] [--json FILE]
