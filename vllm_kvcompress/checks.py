@@ -84,6 +84,19 @@ def _check_skip_layers(vllm_config: VllmConfig) -> None:
             )
 
 
+def skipped_layer_dtype(vllm_config: VllmConfig, layer_name: str, window: int | None) -> str | None:
+    """The ``kv_cache_dtype`` of a layer that is left out of KIVI pages, None for vLLM's choice."""
+    cache = vllm_config.cache_config
+    entries = cache.kv_cache_dtype_skip_layers
+    if cache.cache_dtype not in KIVI_DTYPES or not entries:
+        return None
+    dtype = KiviSettings.parse(vllm_config.additional_config).skip_dtype
+    skipped = window is not None and SLIDING_WINDOW in entries
+    if not skipped:
+        skipped = str(compat.layer_number(layer_name)) in entries
+    return dtype if skipped and dtype != "auto" else None
+
+
 def _check_kivi(vllm_config: VllmConfig, cache_dtype: str, settings: KiviSettings) -> None:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
@@ -105,6 +118,12 @@ def _check_kivi(vllm_config: VllmConfig, cache_dtype: str, settings: KiviSetting
     ):
         if refused:
             raise ValueError(f"kv_cache_dtype {cache_dtype} does not support {what}")
+    if settings.skip_dtype != "auto":
+        where = f"additional_config: kvcompress.kivi: skip_dtype is {settings.skip_dtype}"
+        if not cache.kv_cache_dtype_skip_layers:
+            raise ValueError(f"{where}, and --kv-cache-dtype-skip-layers names no layer")
+        if compat.is_cpu() and not compat.cpu_engine_has_fp8():
+            raise ValueError(f"{where}; the CPU engine has FP8 pages with AVX-512 only")
     block = cache.block_size
     if not cache.user_specified_block_size and block % settings.group_size:
         block = settings.group_size  # vLLM has yet to choose one that the backend takes

@@ -346,6 +346,7 @@ def with_layer_dtype(dtype_of: Callable[[VllmConfig, str, int | None], str | Non
             window = bound.arguments.get("per_layer_sliding_window") or cache.sliding_window
             dtype = dtype_of(vllm_config, bound.arguments.get("prefix", ""), window)
             if dtype is not None:
+                _give_cpu_builders_their_dtype()
                 cache = copy.copy(cache)
                 cache.cache_dtype = dtype
                 cache.kv_cache_dtype_skip_layers = []
@@ -354,6 +355,44 @@ def with_layer_dtype(dtype_of: Callable[[VllmConfig, str, int | None], str | Non
 
     __init__._kvcompress = True
     Attention.__init__ = __init__
+
+
+def _give_cpu_builders_their_dtype() -> None:
+    """Let the CPU engine plan each group's attention for the dtype of the group's own layers.
+
+    Its builder takes the engine's ``kv_cache_dtype`` for every group.
+    """
+    cpu_attn = sys.modules.get("vllm.v1.attention.backends.cpu_attn")
+    if cpu_attn is None:
+        return
+    builder = cpu_attn.CPUAttentionMetadataBuilder
+    original = builder.__init__
+    if _wrapped(original):
+        return
+
+    @functools.wraps(original)
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        dtypes = {attention_layer(vllm_config, name).kv_cache_dtype for name in layer_names}
+        if len(dtypes) == 1:
+            vllm_config = copy.copy(vllm_config)
+            vllm_config.cache_config = copy.copy(vllm_config.cache_config)
+            vllm_config.cache_config.cache_dtype = dtypes.pop()
+        original(self, kv_cache_spec, layer_names, vllm_config, device)
+
+    __init__._kvcompress = True
+    builder.__init__ = __init__
+
+
+def is_cpu() -> bool:
+    """Whether this is vLLM's CPU engine."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def cpu_engine_has_fp8() -> bool:
+    """Whether vLLM's CPU attention can keep FP8 pages on this machine."""
+    return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def layer_number(layer_name: str) -> int:

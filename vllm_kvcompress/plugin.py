@@ -16,4 +16,5 @@ def register() -> None:
     compat.route_attention(
         KIVI_DTYPES, "vllm_kvcompress.attention.kivi.KiviBackend", checks.refused_layer
     )
+    compat.with_layer_dtype(checks.skipped_layer_dtype)
     compat.on_config(checks.check_config)
