@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -22,6 +23,9 @@ _F16, _F32 = ir.HalfType(), ir.FloatType()
 _VI, _VF = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
 _VS, _VH = ir.VectorType(_I16, LANES), ir.VectorType(_F16, LANES)
 _KINDS = {"i": types.int64, "f": types.float32}
+
+MASKS = np.repeat(np.array([3 << 2 * r for r in range(15)] + [0]), 4 * LANES).astype(np.int32)
+"""What ``_plane`` reads its masks from."""
 
 # 2^x on [-0.5, 0.5], the highest power first; to the last bit or two of float32.
 _EXP2 = (1.535336188319500e-4, 1.339887440266574e-3, 9.618437357674640e-3, 5.550332471162809e-2,
@@ -67,6 +71,11 @@ class _Emit:
         kind = ir.FunctionType(result, [value.type for value in values])
         function = cgutils.get_or_insert_function(self.b.module, kind, f"llvm.{name}.v8f32")
         return self.b.call(function, values, fastmath=fastmath)
+
+    def fence(self):
+        """Keeps LLVM from moving loads over this place, at no cost to the code itself: it would
+        load early, and have too few registers for that."""
+        self.b.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
 
     def rint(self, x):
         return self.intrinsic("rint", _VF, x)
@@ -239,13 +248,18 @@ def _plane(rows, width):
 
     ``out[q][x] += sum_r coef[q][r] * (4^(r % 16) * code[r][x])``, but for every sixteenth row the
     code itself: a code is masked where it lies in its word, and the coefficients make good for its
-    place, but the top one would be negative as a signed integer. The sums stay in registers; on a
-    core with two units for each, conversions and masks run beside the multiplications.
+    place, but the top one would be negative as a signed integer. The sums stay in registers, and
+    conversions and masks run beside the multiplications, two or more of which go to each of them.
+
+    masks: int32 ``[16, 4, 8]``, ``MASKS``. With twelve sums there is no register left for a mask,
+    and LLVM would keep it in one. So it is read from memory of which LLVM knows nothing, from a
+    place of its own for every word, and after a fence for every row.
     """
     sets = 2 if rows * width <= 4 else 1  # enough independent sums to hide the latency
+    crowded = rows * width == 12
 
-    @_operation("iiiiiii")
-    def plane(e, words, stride, count, coef, coef_stride, out, out_stride):
+    @_operation("iiiiiiii")
+    def plane(e, words, stride, count, coef, coef_stride, out, out_stride, masks):
         zero = e.numbers(0.0)
         sums = [
             [[e.variable(zero) for _ in range(width)] for _ in range(rows)] for _ in range(sets)
@@ -259,11 +273,15 @@ def _plane(rows, width):
             here = e.at(coef, e.mul(i, _I64(64)))
             factor = [e.at(here, e.mul(coef_stride, _I64(q))) for q in range(rows)]
             for r in range(16):
+                if crowded:
+                    e.fence()
                 factors = [e.broadcast(e.at(factor[q], 4 * r)) for q in range(rows)]
                 for x in range(width):
                     word = e.get(e.at(row, 32 * x), _VI)
                     if r == 15:
                         code = e.lshr(word, e.numbers(30))
+                    elif crowded:
+                        code = e.and_(word, e.get(e.at(masks, 32 * (4 * r + x)), _VI))
                     else:
                         code = e.and_(word, e.numbers(3 << 2 * r))
                     code = e.sitofp(code, _VF)
@@ -309,23 +327,34 @@ plane12, plane14 = _plane(1, 2), _plane(1, 4)
 plane22, plane24 = _plane(2, 2), _plane(2, 4)
 plane32, plane34 = _plane(3, 2), _plane(3, 4)
 plane42 = _plane(4, 2)
-product12, product14 = _product(1, 2), _product(1, 4)
-product22, product24 = _product(2, 2), _product(2, 4)
-product32, product34 = _product(3, 2), _product(3, 4)
+product12, product22, product32, product62 = (_product(rows, 2) for rows in (1, 2, 3, 6))
 
 
-@_operation("iiiiiii", "f")
-def coefficients(e, query, scale, low, power, out, plain, count):
-    """``plain = query * scale`` and ``out = plain * power``; the sum of ``query * low``."""
-    total = e.variable(e.numbers(0.0))
+@_operation("iiiiiiiii")
+def coefficients(e, queries, stride, scale, low, out, out_stride, sums, rows, count):
+    """For each row ``out = query * scale``, and ``sums``, that of ``query * low``."""
+    zero = e.numbers(0.0)
+    end = e.mul(count, _I64(4))
+    with e.times(rows) as (r, _):
+        query = e.add(queries, e.mul(r, stride))
+        to = e.add(out, e.mul(r, out_stride))
+        totals = [e.variable(zero) for _ in range(2)]
+        with e.times(end, 64) as (i, _):
+            for half, total in enumerate(totals):
+                j = e.at(i, 32 * half)
+                q = e.get(e.add(query, j), _VF)
+                e.put(e.fmul(q, e.get(e.add(scale, j), _VF)), e.add(to, j))
+                e.store(e.fma_(q, e.get(e.add(low, j), _VF), e.load(total)), total)
+        total = e.total(e.fadd(e.load(totals[0]), e.load(totals[1])))
+        e.put(total, e.add(sums, e.mul(r, _I64(4))))
+
+
+@_operation("iiii")
+def multiplied(e, x, y, out, count):
+    """``out = x * y``."""
     end = e.mul(count, _I64(4))
     with e.times(end, 32) as (i, _):
-        q = e.get(e.at(query, i), _VF)
-        value = e.fmul(q, e.get(e.at(scale, i), _VF))
-        e.put(value, e.at(plain, i))
-        e.put(e.fmul(value, e.get(e.at(power, i), _VF)), e.at(out, i))
-        e.store(e.fma_(q, e.get(e.at(low, i), _VF), e.load(total)), total)
-    return e.total(e.load(total))
+        e.put(e.fmul(e.get(e.at(x, i), _VF), e.get(e.at(y, i), _VF)), e.at(out, i))
 
 
 @_operation("iiiii")
@@ -577,6 +606,7 @@ def least_squares(e, values, stride, count, low, scale, top, shrink, rounds):
         fits = e.fcmp_ordered(">", spread, zero)
         spread = e.fdiv(e.select(fits, spread, one), n)
         slope = e.fdiv(e.fsub(both, e.fmul(codes, x_mean)), spread)
+        fits = e.and_(fits, e.fcmp_ordered(">", slope, zero))
         e.store(e.select(fits, slope, scale_now), a)
         fitted = e.fadd(first, e.fsub(x_mean, e.fmul(slope, code_mean)))
         e.store(e.select(fits, fitted, low_now), m)
@@ -592,3 +622,113 @@ def product_row(e, source, factor, out, count):
     with e.times(end, 32) as (i, _):
         value = e.fma_(e.get(e.at(source, i), _VF), factor, e.get(e.at(out, i), _VF))
         e.put(value, e.at(out, i))
+
+
+@_operation("iiiiiiiif")
+def stretched(e, values, stride, count, low, scale, out_low, out_scale, top, limit):
+    """From scales and minima that codes were found with, those whose error is uncorrelated with
+    the codes' values, in eight columns; not where scales would grow by ``limit``."""
+    first, step, top = e.get(low, _VF), e.get(scale, _VF), e.get(top, _VF)
+    zero, one = e.numbers(0.0), e.numbers(1.0)
+    n = e.splat(e.sitofp(count, _F32))
+    some = e.fcmp_ordered(">", step, zero)
+    divisor = e.select(some, step, one)
+    sums = [e.variable(zero) for _ in range(4)]
+    with e.times(count) as (r, _):
+        x = e.fsub(e.get(e.add(values, e.mul(r, stride)), _VF), first)
+        e.store(e.fadd(x, e.load(sums[0])), sums[0])
+    mean = e.fdiv(e.load(sums[0]), n)
+    with e.times(count) as (r, _):
+        x = e.fsub(e.get(e.add(values, e.mul(r, stride)), _VF), first)
+        code = e.rint(e.smaller(e.larger(e.fdiv(x, divisor), zero), top))
+        code = e.select(some, code, zero)
+        spread = e.fsub(x, mean)
+        e.store(e.fadd(code, e.load(sums[1])), sums[1])
+        e.store(e.fma_(spread, spread, e.load(sums[2])), sums[2])
+        e.store(e.fma_(spread, code, e.load(sums[3])), sums[3])
+    codes, squares, product = (e.load(total) for total in sums[1:])
+    fits = e.fcmp_ordered(">", product, zero)
+    longer = e.fdiv(squares, e.select(fits, product, one))
+    fits = e.and_(fits, e.fcmp_ordered("<", longer, e.fmul(e.splat(limit), step)))
+    fitted = e.fadd(first, e.fsub(mean, e.fmul(longer, e.fdiv(codes, n))))
+    e.put(e.select(fits, longer, step), out_scale)
+    e.put(e.select(fits, fitted, first), out_low)
+
+
+def _symmetric_code(e, y, scale, middle):
+    """Codes less their middle; scale: not zero."""
+    ratio = e.fadd(e.fdiv(y, scale), middle)
+    code = e.rint(e.smaller(e.larger(ratio, e.numbers(0.0)), e.fadd(middle, middle)))
+    return e.fsub(code, middle)
+
+
+@_operation("iiiiffi")
+def symmetric_fit(e, values, stride, count, scale, first, middle, rounds):
+    """Scales of least squared error of symmetric codes, in eight columns of ``count`` rows."""
+    zero, one = e.numbers(0.0), e.numbers(1.0)
+    middle, first = e.splat(middle), e.splat(first)
+    n = e.splat(e.sitofp(count, _F32))
+    squares, both, now = (e.variable(zero) for _ in range(3))
+    with e.times(count) as (r, _):
+        y = e.get(e.add(values, e.mul(r, stride)), _VF)
+        e.store(e.fma_(y, y, e.load(squares)), squares)
+    mean = e.fdiv(e.load(squares), n)
+    e.store(e.fmul(e.intrinsic("sqrt", _VF, mean), first), now)
+    with e.times(rounds) as (_, _):
+        step = e.load(now)
+        some = e.fcmp_ordered(">", step, zero)
+        divisor = e.select(some, step, one)
+        e.store(zero, squares)
+        e.store(zero, both)
+        with e.times(count) as (r, _):
+            y = e.get(e.add(values, e.mul(r, stride)), _VF)
+            code = _symmetric_code(e, y, divisor, middle)
+            e.store(e.fma_(code, code, e.load(squares)), squares)
+            e.store(e.fma_(code, y, e.load(both)), both)
+        fitted = e.fdiv(e.load(both), e.load(squares))
+        e.store(e.select(some, fitted, zero), now)
+    e.put(e.load(now), scale)
+
+
+@_operation("iiiiif")
+def symmetric_stretched(e, values, stride, count, scale, out, middle):
+    """As ``stretched`` for symmetric codes."""
+    zero, one = e.numbers(0.0), e.numbers(1.0)
+    middle = e.splat(middle)
+    step = e.get(scale, _VF)
+    some = e.fcmp_ordered(">", step, zero)
+    divisor = e.select(some, step, one)
+    squares, both = (e.variable(zero) for _ in range(2))
+    with e.times(count) as (r, _):
+        y = e.get(e.add(values, e.mul(r, stride)), _VF)
+        code = _symmetric_code(e, y, divisor, middle)
+        e.store(e.fma_(y, y, e.load(squares)), squares)
+        e.store(e.fma_(code, y, e.load(both)), both)
+    product = e.load(both)
+    fits = e.and_(some, e.fcmp_ordered(">", product, zero))
+    longer = e.fdiv(e.load(squares), e.select(fits, product, one))
+    e.put(e.select(fits, longer, zero), out)
+
+
+@_operation("iif")
+def rotated_eights(e, row, count, factor):
+    """Every eight values by the Hadamard matrix of that size, times a factor."""
+    factor = e.splat(factor)
+    end = e.mul(count, _I64(4))
+    with e.times(end, 32) as (i, _):
+        x = e.fmul(e.get(e.at(row, i), _VF), factor)
+        for h in (1, 2, 4):
+            order = ir.Constant(_VI, [lane ^ h for lane in range(LANES)])
+            signs = ir.Constant(_VF, [-1.0 if lane & h else 1.0 for lane in range(LANES)])
+            x = e.fma_(x, signs, e.shuffle_vector(x, x, order))
+        e.put(x, e.at(row, i))
+
+
+@_operation("iii")
+def butterfly(e, x, y, count):
+    """``x, y = x + y, x - y``."""
+    end = e.mul(count, _I64(4))
+    with e.times(end, 32) as (i, _):
+        a, b = e.get(e.at(x, i), _VF), e.get(e.at(y, i), _VF)
+        e.put(e.fadd(a, b), e.at(x, i))
+        e.put(e.fsub(a, b), e.at(y, i))

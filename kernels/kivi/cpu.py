@@ -30,6 +30,7 @@ from .. import openmp
 from . import _vector as vec
 from . import format as form
 from ._vector import (
+    butterfly,
     capped,
     coefficients,
     decode_row,
@@ -43,14 +44,20 @@ from ._vector import (
     get_u8,
     kept_outside,
     least_squares,
+    multiplied,
     picked,
+    product_row,
     put_f32,
     put_i32,
     put_i64,
     put_u8,
+    rotated_eights,
     row_exp,
     row_max,
     scaled,
+    stretched,
+    symmetric_fit,
+    symmetric_stretched,
     with_slope,
 )
 from .attention import Attention
@@ -61,6 +68,7 @@ _compiled = njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpyt
 _LOG2E = math.log2(math.e)
 _KIND = {torch.bfloat16: vec.BF16, torch.float16: vec.FP16, torch.float32: vec.FP32}
 _BF16, _FP16, _FP32 = vec.BF16, vec.FP16, vec.FP32
+_MINMAX, _SQUARES, _UNBIASED = range(3)
 _MINUS_INF = np.float32(-np.inf)
 
 FEW_ROWS = 16
@@ -75,10 +83,10 @@ TILE_ROWS = 192
 OWN_TILE = 128
 """New tokens that are read as keys at once."""
 
-_TABLE = 256
 # A code is multiplied where it lies in its word, but for the top one; see _vector._plane.
 _POWERS = np.array(
-    [[scale * (4.0 ** -(r % 16) if r % 16 < 15 else 1.0) for r in range(4096)] for scale in (1, 4)],
+    [[scale * (4.0 ** -(r % 16) if r % 16 < 15 else 1.0) for r in range(4096)] for scale in (1, 4)]
+    + [[1.0] * 4096],
     np.float32,
 )
 
@@ -86,11 +94,11 @@ _POWERS = np.array(
 (
     NEXT, WORKER, TASKS, SCRATCH, SCRATCH_BYTES,
     BLOCK, SIZE, GROUP, KEY_GROUPS, VALUE_GROUPS, VALUE_GROUP, KEY_BITS, VALUE_BITS, BOOSTED,
-    EXTRA_ROWS, SINKS, KIND, SQUARES, PAGE_BYTES, POWERS, POWERS4,
+    EXTRA_ROWS, SINKS, KIND, FIT, ROTATED, POWER_OF_TWO, PAGE_BYTES, POWERS, POWERS4, ONES, MASKS,
     KEY_CODES, KEY_EXTRA, VALUE_CODES, VALUE_EXTRA, KEY_SCALE, KEY_MIN, VALUE_SCALE, VALUE_MIN,
-    SINK_KEYS, BOOSTED_AT,
+    SINK_KEYS, SINK_VALUES, BOOSTED_AT,
     OWN,
-) = range(32)  # fmt: skip
+) = range(37)  # fmt: skip
 (
     CACHE, CACHE_BLOCK, CACHE_HEAD, KEYS, VALUES, KEYS_SLOT, KEYS_TOKEN, KEYS_HEAD, VALUES_SLOT,
     VALUES_TOKEN, VALUES_HEAD, KV_HEADS, FIRST_OF_OP,
@@ -115,8 +123,10 @@ def _format_parameters(fmt: PageFormat) -> list[int]:
     return [
         fmt.block_tokens, fmt.head_size, fmt.group, fmt.key_groups, fmt.value_groups,
         fmt.value_group, fmt.key_bits, fmt.value_bits, fmt.boosted, fmt.extra_rows, fmt.sinks,
-        _KIND[fmt.dtype], int(fmt.fit == "squares"), fmt.page_bytes, powers,
-        powers + _POWERS.strides[0], *(offset for offset, _ in fmt.sections.values()),
+        _KIND[fmt.dtype], form.FITS.index(fmt.fit), int(fmt.rotated),
+        fmt.head_size & -fmt.head_size, fmt.page_bytes, powers,
+        powers + _POWERS.strides[0], powers + 2 * _POWERS.strides[0], vec.MASKS.ctypes.data,
+        *(offset for offset, _ in fmt.sections.values()),
     ]  # fmt: skip
 
 
@@ -183,9 +193,10 @@ def _turn(kind, source, stride, target, target_stride, rows, columns):
 
 
 @_compiled
-def _planes(words, stride, count, coef, coef_stride, out, out_stride, rows, columns):
+def _planes(P, words, stride, count, coef, coef_stride, out, out_stride, rows, columns):
     """All tiles of a plane: at most four queries at once, in tiles of 32 columns or 16."""
     rows = kept_outside(rows)
+    masks = _p(P, MASKS)
     while rows > 0:
         now = 4 if rows % 4 == 0 else min(rows, 3)
         x = 0
@@ -193,22 +204,22 @@ def _planes(words, stride, count, coef, coef_stride, out, out_stride, rows, colu
             while x + 32 <= columns:
                 w, o = words + 4 * x, out + 4 * x
                 if now == 3:
-                    vec.plane34(w, stride, count, coef, coef_stride, o, out_stride)
+                    vec.plane34(w, stride, count, coef, coef_stride, o, out_stride, masks)
                 elif now == 2:
-                    vec.plane24(w, stride, count, coef, coef_stride, o, out_stride)
+                    vec.plane24(w, stride, count, coef, coef_stride, o, out_stride, masks)
                 else:
-                    vec.plane14(w, stride, count, coef, coef_stride, o, out_stride)
+                    vec.plane14(w, stride, count, coef, coef_stride, o, out_stride, masks)
                 x += 32
         while x < columns:
             w, o = words + 4 * x, out + 4 * x
             if now == 4:
-                vec.plane42(w, stride, count, coef, coef_stride, o, out_stride)
+                vec.plane42(w, stride, count, coef, coef_stride, o, out_stride, masks)
             elif now == 3:
-                vec.plane32(w, stride, count, coef, coef_stride, o, out_stride)
+                vec.plane32(w, stride, count, coef, coef_stride, o, out_stride, masks)
             elif now == 2:
-                vec.plane22(w, stride, count, coef, coef_stride, o, out_stride)
+                vec.plane22(w, stride, count, coef, coef_stride, o, out_stride, masks)
             else:
-                vec.plane12(w, stride, count, coef, coef_stride, o, out_stride)
+                vec.plane12(w, stride, count, coef, coef_stride, o, out_stride, masks)
             x += 16
         rows -= now
         coef += now * coef_stride
@@ -219,40 +230,59 @@ def _planes(words, stride, count, coef, coef_stride, out, out_stride, rows, colu
 def _products(values, stride, count, coef, coef_stride, out, out_stride, rows, columns):
     """As ``_planes``, of float32 values. A tile of values stays in the cache for all queries."""
     rows = kept_outside(rows)
-    x = 0
-    while x < columns:
-        wide = x + 32 <= columns
+    for x in range(0, columns, 16):
         v, c, o = values + 4 * x, coef, out + 4 * x
         left = rows
-        while left >= 3:
-            if wide:
-                vec.product34(v, stride, count, c, coef_stride, o, out_stride)
-            else:
+        while left > 0:
+            now = 6 if left >= 6 else min(left, 3)
+            if now == 6:
+                vec.product62(v, stride, count, c, coef_stride, o, out_stride)
+            elif now == 3:
                 vec.product32(v, stride, count, c, coef_stride, o, out_stride)
-            left -= 3
-            c += 3 * coef_stride
-            o += 3 * out_stride
-        if left == 2:
-            if wide:
-                vec.product24(v, stride, count, c, coef_stride, o, out_stride)
-            else:
+            elif now == 2:
                 vec.product22(v, stride, count, c, coef_stride, o, out_stride)
-        elif left == 1:
-            if wide:
-                vec.product14(v, stride, count, c, coef_stride, o, out_stride)
             else:
                 vec.product12(v, stride, count, c, coef_stride, o, out_stride)
-        x += 32 if wide else 16
+            left -= now
+            c += now * coef_stride
+            o += now * out_stride
 
 
 @_compiled
-def _scales(P, page, to, with_sinks):
-    """Scales, minima and perhaps sinks of a page as float32, one after another as they stand."""
-    block, size = _p(P, BLOCK), _p(P, SIZE)
-    count = 2 * _p(P, KEY_GROUPS) * size + 2 * _p(P, VALUE_GROUPS) * block
-    if with_sinks:
-        count += _p(P, SINKS) * size
-    _widen(_p(P, KIND), page + _p(P, KEY_SCALE), 0, to, 0, 1, count)
+def _scales(P, page, to, first):
+    """Scales and minima of a page as float32, of K and then of V, and the sinks of a first one."""
+    block, size, kind = _p(P, BLOCK), _p(P, SIZE), _p(P, KIND)
+    keys, values = _p(P, KEY_GROUPS) * size, _p(P, VALUE_GROUPS) * block
+    value_low = to + 4 * (2 * keys + values)
+    sinks = value_low + 4 * values
+    if _p(P, ROTATED):
+        _widen(kind, page + _p(P, KEY_SCALE), 0, to, 0, 1, 2 * keys + values)
+        multiplied(value_low - 4 * values, _p(P, ONES), value_low, values)
+        scaled(value_low, values, -_middle(P), np.float32(0))
+    else:
+        _widen(kind, page + _p(P, KEY_SCALE), 0, to, 0, 1, 2 * (keys + values))
+    if first:
+        count = _p(P, SINKS) * size * (1 + _p(P, ROTATED))
+        _widen(kind, page + _p(P, SINK_KEYS), 0, sinks, 0, 1, count)
+
+
+@_compiled
+def _middle(P):
+    """What is subtracted from the codes of rotated V."""
+    return np.float32(7.5) if _p(P, VALUE_BITS) == 4 else np.float32(1.5)
+
+
+@_compiled
+def _rotate(P, row):
+    """``row @ rotation(size)`` in place."""
+    row = kept_outside(row)
+    size, power = _p(P, SIZE), _p(P, POWER_OF_TWO)
+    rotated_eights(row, size, np.float32(1) / math.sqrt(np.float32(power)))
+    half = 8
+    while half < power:
+        for x in range(0, size, 2 * half):
+            butterfly(row + 4 * x, row + 4 * (x + half), half)
+        half *= 2
 
 
 @_compiled
@@ -279,39 +309,43 @@ def _written_out(P, page, first, scales, extra_of, keys, keys_stride, values):
         j = get_i32(extra_of + 4 * c)
         extra = page + _p(P, KEY_EXTRA) + 4 * (j // 16) * block
         for g in range(key_groups):
-            at = 4 * g * group
+            at, i = 4 * g * group, 4 * (g * size + c)
             decode_row(
                 words + at, 2 * (c % 16), extra + at if j >= 0 else 0, 2 * (j % 16),
-                keys + c * keys_stride + at, get_f32(scales + 4 * (g * size + c)),
-                get_f32(key_low + 4 * (g * size + c)), group,
+                keys + c * keys_stride + at, get_f32(scales + i), get_f32(key_low + i), group,
             )  # fmt: skip
-    if first:
-        for t in range(_p(P, SINKS)):
-            for c in range(size):
-                put_f32(keys + c * keys_stride + 4 * t, get_f32(sinks + 4 * (t * size + c)))
-    four = _p(P, VALUE_BITS) == 4
+    four, rotated = _p(P, VALUE_BITS) == 4, _p(P, ROTATED)
     for t in range(block):
         row = 4 * (t // 16) * size
         for g in range(value_groups):
-            x = g * value_group
-            extra = page + _p(P, VALUE_EXTRA) + row + 4 * x
+            x, i = g * value_group, 4 * (g * block + t)
+            at = row + 4 * x
             decode_row(
-                page + _p(P, VALUE_CODES) + row + 4 * x, 2 * (t % 16), extra if four else 0,
-                2 * (t % 16), values + 4 * (t * size + x),
-                get_f32(value_scale + 4 * (g * block + t)),
-                get_f32(value_low + 4 * (g * block + t)), min(value_group, size - x),
+                page + _p(P, VALUE_CODES) + at, 2 * (t % 16),
+                page + _p(P, VALUE_EXTRA) + at if four else 0, 2 * (t % 16),
+                values + 4 * (t * size + x), get_f32(value_scale + i), get_f32(value_low + i),
+                min(value_group, size - x),
             )  # fmt: skip
+        if rotated:
+            _rotate(P, values + 4 * t * size)
+    if first:
+        count = _p(P, SINKS)
+        for t in range(count):
+            for c in range(size):
+                put_f32(keys + c * keys_stride + 4 * t, get_f32(sinks + 4 * (t * size + c)))
+        if rotated:
+            multiplied(sinks + 4 * count * size, _p(P, ONES), values, count * size)
 
 
 # ------------------------------------------------------------------------------- attention
 
-_WIDEST = 256
 
 
 @_compiled
 def _layout(P):
     """Where a worker's scratch has what, in bytes: queries, outputs, scores, maxima, sums,
-    corrections, coefficients, plain ones, extra ones, powers, scales, K, V; and the end."""
+    corrections, coefficients, extra ones, queries of boosted channels, spare rows, scales, K, V;
+    the sums of rotated V; and the end."""
     block, size, rows, tile = _p(P, BLOCK), _p(P, SIZE), _p(P, ROWS), _p(P, TILE)
     longest = max(block, size)
     few = max(_p(P, QUERIES), FEW_ROWS)
@@ -322,23 +356,24 @@ def _layout(P):
     sums = maxima + 4 * rows
     corrections = sums + 4 * rows
     coef = corrections + 4 * rows
-    plain = coef + 4 * few * longest
-    extra = plain + 4 * few * longest
-    powers = extra + 4 * few * longest
-    scales = powers + 4 * size
+    extra = coef + 4 * few * longest
+    boosted = extra + 4 * few * longest
+    spare = boosted + 4 * few * size
+    scales = spare + 4 * (3 * longest + few)
     scale_count = 2 * _p(P, KEY_GROUPS) * size + 2 * _p(P, VALUE_GROUPS) * block
-    keys = scales + 4 * (scale_count + _p(P, SINKS) * size)
+    turned = scales + 4 * (scale_count + 2 * _p(P, SINKS) * size)
+    keys = turned + 4 * few * size
     # Keys a page apart would share the sets of the cache.
     values = keys + 4 * size * (tile + 16)
     end = values + 4 * size * tile
     return (
-        queries, outputs, scores, maxima, sums, corrections, coef, plain, extra, powers, scales,
-        keys, values, (end + 4095) // 4096 * 4096 + 64,
+        queries, outputs, scores, maxima, sums, corrections, coef, extra, boosted, spare, scales,
+        keys, values, turned, (end + 4095) // 4096 * 4096 + 64,
     )  # fmt: skip
 
 
 @_compiled
-def _load_queries(P, W, start, tokens, head):
+def _load_queries(P, W, start, tokens, head, few):
     """Queries of a KV head, scaled, to scratch: row ``token * queries + query``."""
     queries, size = _p(P, QUERIES), _p(P, SIZE)
     at, outputs, _, maxima, sums = _layout(P)[:5]
@@ -354,6 +389,8 @@ def _load_queries(P, W, start, tokens, head):
             filled(W + outputs + 4 * r * size, size, np.float32(0))
             put_f32(W + maxima + 4 * r, _MINUS_INF)
             put_f32(W + sums + 4 * r, np.float32(0))
+            if few:
+                filled(W + _layout(P)[13] + 4 * r * size, size, np.float32(0))
 
 
 @_compiled
@@ -401,91 +438,109 @@ def _soften(P, W, rows, head, width, valid, key_position, query_position):
 def _attend_page(P, W, page, rows, head, first, valid, key_position, query_position):
     """A packed block, its codes multiplied as they are."""
     rows = kept_outside(rows)
-    block, size, group, tile = _p(P, BLOCK), _p(P, SIZE), _p(P, GROUP), _p(P, TILE)
+    block, size, group, tile = _p(P, BLOCK), _p(P, SIZE), _p(P, GROUP), 4 * _p(P, TILE)
     key_groups, value_groups = _p(P, KEY_GROUPS), _p(P, VALUE_GROUPS)
-    (
-        queries, outputs, scores, _, _, corrections, coef, plain, extra, powers, scales, _, _, _,
-    ) = _layout(P)  # fmt: skip
+    queries, outputs, scores, _, _, corrections, coef, extra, wide, spare, scales = _layout(P)[:11]
+    turned = _layout(P)[13]
     queries, outputs, scores, scales = W + queries, W + outputs, W + scores, W + scales
-    coef, plain, extra, corrections = W + coef, W + plain, W + extra, W + corrections
-    longest = 4 * max(block, size)
-    plain_powers, boosted = _p(P, POWERS), _p(P, BOOSTED)
+    coef, extra, wide, corrections = W + coef, W + extra, W + wide, W + corrections
+    longest, line = 4 * max(block, size), 4 * size
+    factors = W + spare
+    extra_factors, power, sums = factors + longest, factors + 2 * longest, factors + 3 * longest
+    powers, boosted, extra_rows = _p(P, POWERS), _p(P, BOOSTED), _p(P, EXTRA_ROWS)
     _scales(P, page, scales, first)
-    key_low = scales + 4 * key_groups * size
-    value_scale = key_low + 4 * key_groups * size
+    key_low = scales + key_groups * line
+    value_scale = key_low + key_groups * line
     value_low = value_scale + 4 * value_groups * block
     sinks = value_low + 4 * value_groups * block
 
-    power = plain_powers
-    if _p(P, KEY_BITS) == 4:
-        power = _p(P, POWERS4)
-    chosen = page + _p(P, BOOSTED_AT)
+    chosen, extra_queries = page + _p(P, BOOSTED_AT), queries
     if boosted:
-        power = W + powers
-        _widen(_FP32, plain_powers, 0, power, 0, 1, size)
+        extra_queries = wide
+        multiplied(powers, _p(P, ONES), power, size)
         for j in range(boosted):
-            c = get_u8(chosen + j)
-            put_f32(power + 4 * c, np.float32(4) * get_f32(power + 4 * c))
-    for g in range(key_groups):
-        scale, low, at = scales + 4 * g * size, key_low + 4 * g * size, 4 * g * group
+            c = 4 * get_u8(chosen + j)
+            put_f32(power + c, np.float32(4) * get_f32(power + c))
         for r in range(rows):
-            query, c, plain_row = queries + 4 * r * size, coef + r * longest, plain + r * longest
-            bias = coefficients(query, scale, low, power, c, plain_row, size)
-            filled(scores + 4 * r * tile + at, group, bias)
+            picked(queries + r * line, chosen, _p(P, ONES), wide + r * line, boosted)
+    elif extra_rows:
+        power = _p(P, POWERS4)
+    else:
+        power = powers
+    for g in range(key_groups):
+        scale, low, at = scales + g * line, key_low + g * line, 4 * g * group
+        if extra_rows:
             if boosted:
-                picked(plain_row, chosen, plain_powers, extra + r * longest, boosted)
-            elif _p(P, KEY_BITS) == 4:
-                coefficients(query, scale, low, plain_powers, extra + r * longest, plain_row, size)
+                picked(scale, chosen, powers, extra_factors, boosted)
+            else:
+                multiplied(scale, powers, extra_factors, size)
+            coefficients(
+                extra_queries, line, extra_factors, low, extra, longest, sums, rows, extra_rows
+            )
+        multiplied(scale, power, factors, size)
+        coefficients(queries, line, factors, low, coef, longest, sums, rows, size)
+        for r in range(rows):
+            filled(scores + r * tile + at, group, get_f32(sums + 4 * r))
         _planes(
-            page + _p(P, KEY_CODES) + at, 4 * block, size // 16, coef, longest, scores + at,
-            4 * tile, rows, group,
+            P, page + _p(P, KEY_CODES) + at, 4 * block, size // 16, coef, longest, scores + at,
+            tile, rows, group,
         )  # fmt: skip
-        if _p(P, EXTRA_ROWS):
+        if extra_rows:
             _planes(
-                page + _p(P, KEY_EXTRA) + at, 4 * block, _p(P, EXTRA_ROWS) // 16, extra, longest,
-                scores + at, 4 * tile, rows, group,
+                P, page + _p(P, KEY_EXTRA) + at, 4 * block, extra_rows // 16, extra, longest,
+                scores + at, tile, rows, group,
             )  # fmt: skip
     if first:
         for t in range(min(valid, _p(P, SINKS))):
+            sink = sinks + t * line
+            coefficients(queries, line, sink, sink, coef, longest, sums, rows, size)
             for r in range(rows):
-                query, sink = queries + 4 * r * size, sinks + 4 * t * size
-                dot = coefficients(query, sink, sink, plain_powers, coef, plain, size)
-                put_f32(scores + 4 * (r * tile + t), dot)
+                put_f32(scores + r * tile + 4 * t, get_f32(sums + 4 * r))
 
     _soften(P, W, rows, head, block, valid, key_position, query_position)
 
+    if _p(P, ROTATED):
+        for r in range(rows):
+            correction = get_f32(corrections + 4 * r)
+            scaled(outputs + r * line, size, correction, np.float32(0))
+            if first:
+                for t in range(min(valid, _p(P, SINKS))):
+                    sink = sinks + (_p(P, SINKS) + t) * line
+                    weight = get_f32(scores + r * tile + 4 * t)
+                    product_row(sink, weight, outputs + r * line, size)
+        outputs = W + turned
     four = _p(P, VALUE_BITS) == 4
-    power = _p(P, POWERS4) if four else plain_powers
+    power = _p(P, POWERS4) if four else powers
     value_group = _p(P, VALUE_GROUP)
     for g in range(value_groups):
         scale, low = value_scale + 4 * g * block, value_low + 4 * g * block
         x = g * value_group
-        columns = min(value_group, size - x)
+        columns, out = min(value_group, size - x), outputs + 4 * x
+        if four:
+            multiplied(scale, powers, extra_factors, block)
+            coefficients(scores, tile, extra_factors, low, extra, longest, sums, rows, block)
+        multiplied(scale, power, factors, block)
+        coefficients(scores, tile, factors, low, coef, longest, sums, rows, block)
         for r in range(rows):
-            weights, c, plain_row = scores + 4 * r * tile, coef + r * longest, plain + r * longest
-            bias = coefficients(weights, scale, low, power, c, plain_row, block)
-            if four:
-                coefficients(
-                    weights, scale, low, plain_powers, extra + r * longest, plain_row, block
-                )
-            scaled(outputs + 4 * (r * size + x), columns, get_f32(corrections + 4 * r), bias)
+            correction = get_f32(corrections + 4 * r)
+            scaled(out + r * line, columns, correction, get_f32(sums + 4 * r))
         _planes(
-            page + _p(P, VALUE_CODES) + 4 * x, 4 * size, block // 16, coef, longest,
-            outputs + 4 * x, 4 * size, rows, columns,
+            P, page + _p(P, VALUE_CODES) + 4 * x, line, block // 16, coef, longest, out, line,
+            rows, columns,
         )  # fmt: skip
         if four:
             _planes(
-                page + _p(P, VALUE_EXTRA) + 4 * x, 4 * size, block // 16, extra, longest,
-                outputs + 4 * x, 4 * size, rows, columns,
+                P, page + _p(P, VALUE_EXTRA) + 4 * x, line, block // 16, extra, longest, out,
+                line, rows, columns,
             )  # fmt: skip
 
 
 @_compiled
-def _attend_tile(P, W, rows, head, count, key_position, query_position):
+def _attend_tile(P, W, rows, head, count, key_position, query_position, few):
     """Keys and values that stand in scratch as float32."""
     rows = kept_outside(rows)
     size, tile = _p(P, SIZE), _p(P, TILE)
-    queries, outputs, scores, _, _, corrections, _, _, _, _, _, keys, values, _ = _layout(P)
+    queries, outputs, scores, _, _, corrections, _, _, _, _, _, keys, values, turned, _ = _layout(P)
     width = (count + 15) // 16 * 16
     for r in range(rows):
         filled(W + scores + 4 * r * tile, width, np.float32(0))
@@ -496,6 +551,8 @@ def _attend_tile(P, W, rows, head, count, key_position, query_position):
     for r in range(rows):
         correction = get_f32(W + corrections + 4 * r)
         scaled(W + outputs + 4 * r * size, size, correction, np.float32(0))
+        if few and _p(P, ROTATED):
+            scaled(W + turned + 4 * r * size, size, correction, np.float32(0))
     _products(W + values, 4 * size, count, W + scores, 4 * tile, W + outputs, 4 * size, rows, size)
 
 
@@ -524,7 +581,7 @@ def _attend_history(P, W, sequence, head, begin, end, history, rows, position, f
             key = _p(P, KEYS) + slot * _p(P, KEYS_SLOT) + head * _p(P, KEYS_HEAD)
             value = _p(P, VALUES) + slot * _p(P, VALUES_SLOT) + head * _p(P, VALUES_HEAD)
             _load_exact(P, W, key, _p(P, KEYS_TOKEN), value, _p(P, VALUES_TOKEN), valid)
-            _attend_tile(P, W, rows, head, valid, start, position)
+            _attend_tile(P, W, rows, head, valid, start, position, few)
             continue
         page = _p(P, CACHE) + index * _p(P, CACHE_BLOCK) + head * _p(P, CACHE_HEAD)
         first = b == 0 and _p(P, SINKS) > 0
@@ -535,11 +592,11 @@ def _attend_history(P, W, sequence, head, begin, end, history, rows, position, f
             _written_out(
                 P, page, first, W + scales, coef, W + keys, 4 * (_p(P, TILE) + 16), W + values
             )
-            _attend_tile(P, W, rows, head, valid, start, position)
+            _attend_tile(P, W, rows, head, valid, start, position, few)
 
 
 @_compiled
-def _attend_own(P, W, start, head, count, history, rows, position):
+def _attend_own(P, W, start, head, count, history, rows, position, few):
     """The first ``count`` new tokens, for queries from ``position`` on."""
     window = _p(P, WINDOW)
     for t in range(0, count, OWN_TILE):
@@ -549,7 +606,7 @@ def _attend_own(P, W, start, head, count, history, rows, position):
         key = _p(P, KEY) + (start + t) * _p(P, KEY_TOKEN) + head * _p(P, KEY_HEAD)
         value = _p(P, VALUE) + (start + t) * _p(P, VALUE_TOKEN) + head * _p(P, VALUE_HEAD)
         _load_exact(P, W, key, _p(P, KEY_TOKEN), value, _p(P, VALUE_TOKEN), valid)
-        _attend_tile(P, W, rows, head, valid, history + t, position)
+        _attend_tile(P, W, rows, head, valid, history + t, position, few)
 
 
 @_compiled
@@ -589,7 +646,7 @@ def _merge(P, W, partial, stride, spans, rows):
             factor = exp2(get_f32(at + 4 * r) - largest)
             total += factor * get_f32(at + 4 * (rows + r))
             source = at + 4 * (2 * rows + r * size)
-            vec.product_row(source, factor, out, size)
+            product_row(source, factor, out, size)
         put_f32(W + maxima + 4 * r, largest)
         put_f32(W + sums + 4 * r, total)
 
@@ -605,17 +662,23 @@ def _attend_task(P, W, task):
     if not _p(item, T_FEW):
         tokens = end - begin
         rows, position = tokens * queries, history + begin
-        _load_queries(P, W, start + begin, tokens, head)
+        _load_queries(P, W, start + begin, tokens, head, False)
         blocks = (history + _p(P, BLOCK) - 1) // _p(P, BLOCK)
         _attend_history(P, W, sequence, head, 0, blocks, history, rows, position, False)
-        _attend_own(P, W, start, head, end, history, rows, position)
+        _attend_own(P, W, start, head, end, history, rows, position, False)
         _finish(P, W, start + begin, tokens, head)
         return
     rows, spans, span = new * queries, _p(item, T_SPANS), _p(item, T_SPAN)
-    _load_queries(P, W, start, new, head)
+    _load_queries(P, W, start, new, head, True)
     _attend_history(P, W, sequence, head, begin, end, history, rows, history, True)
     if span == spans - 1:
-        _attend_own(P, W, start, head, new, history, rows, history)
+        _attend_own(P, W, start, head, new, history, rows, history, True)
+    if _p(P, ROTATED):
+        outputs, turned = _layout(P)[1], _layout(P)[13]
+        for r in range(rows):
+            row = W + turned + 4 * r * size
+            _rotate(P, row)
+            product_row(row, np.float32(1), W + outputs + 4 * r * size, size)
     if spans > 1:
         stride = 4 * rows * (size + 2)
         partial = _p(P, PARTIALS) + 4 * _p(item, T_PARTIAL) + head * spans * stride
@@ -679,7 +742,7 @@ def _plan_attend(P):
                 counters += kv_heads
     put_i64(P + 8 * PARTIAL_FLOATS, floats)
     put_i64(P + 8 * COUNTER_COUNT, counters)
-    put_i64(P + 8 * SCRATCH_BYTES, _layout(P)[13])
+    put_i64(P + 8 * SCRATCH_BYTES, _layout(P)[14])
     put_i64(P + 8 * TASKS, count * kv_heads)
     return count
 
@@ -705,8 +768,19 @@ def _fitted(P, values, stride, count, low, scale, top):
     """From the least values and the greatest of eight groups, their minima and scales, not yet
     rounded. Values of a group stand in a column."""
     count = kept_outside(count)
-    if _p(P, SQUARES):
-        least_squares(values, stride, count, low, scale, top, np.float32(form.SHRINK), form.ROUNDS)
+    fit = _p(P, FIT)
+    if fit != _MINMAX:
+        shrink, rounds = np.float32(form.SHRINK), form.ROUNDS
+        if fit == _UNBIASED:
+            shrink, rounds = np.float32(form.FIT_SHRINK), form.FIT_ROUNDS
+        least_squares(values, stride, count, low, scale, top, shrink, rounds)
+
+
+@_compiled
+def _stretched(values, stride, count, low, scale, out_low, out_scale, top):
+    count = kept_outside(count)
+    limit = np.float32(form.FIT_LIMIT)
+    stretched(values, stride, count, low, scale, out_low, out_scale, top, limit)
 
 
 @_compiled
@@ -721,7 +795,7 @@ def _rounded_scales(P, low, scale, top, count, spare):
     """Minima and scales, rounded to the dtype, from what ``_fitted`` leaves."""
     count = kept_outside(count)
     kind = _p(P, KIND)
-    if not _p(P, SQUARES):
+    if _p(P, FIT) == _MINMAX:
         for i in range(count):
             put_f32(scale + 4 * i, get_f32(scale + 4 * i) - get_f32(low + 4 * i))
         _rounded_row(kind, scale, count, spare)
@@ -778,7 +852,7 @@ def _pack_layout(P):
     value_top = key_top + key_scales
     total = value_top + value_scales
     spare = total + 4 * size
-    end = spare + max(key_scales, value_scales)
+    end = spare + 2 * max(key_scales, value_scales)
     return (
         keys, keys_turned, values, values_turned, key_low, key_scale, value_low, value_scale,
         key_top, value_top, total, spare, (end + 4095) // 4096 * 4096 + 64,
@@ -822,12 +896,27 @@ def _pack_keys(P, W, source, page, fill, first):
                 values = keys + 4 * (begin * size + c)
                 _fitted(P, values, 4 * size, count, low + at, scale + at, top + 4 * c)
     _rounded_scales(P, low, scale, top, key_groups * size, W + spare)
-    _narrow(kind, scale, 0, page + _p(P, KEY_SCALE), 0, 1, key_groups * size)
-    _narrow(kind, low, 0, page + _p(P, KEY_MIN), 0, 1, key_groups * size)
+    stored_low, stored_scale = low, scale
+    if _p(P, FIT) == _UNBIASED:
+        stored_low, stored_scale = W + spare, W + spare + 4 * key_groups * size
+        filled(stored_low, 2 * key_groups * size, np.float32(0))
+        for g in range(key_groups):
+            begin = max(g * group, sinks)
+            count = min((g + 1) * group, fill) - begin
+            if count > 0:
+                for c in range(0, size, 8):
+                    at = 4 * (g * size + c)
+                    values = keys + 4 * (begin * size + c)
+                    _stretched(
+                        values, 4 * size, count, low + at, scale + at, stored_low + at,
+                        stored_scale + at, top + 4 * c,
+                    )  # fmt: skip
+    _narrow(kind, stored_scale, 0, page + _p(P, KEY_SCALE), 0, 1, key_groups * size)
+    _narrow(kind, stored_low, 0, page + _p(P, KEY_MIN), 0, 1, key_groups * size)
     _narrow(kind, keys, 4 * size, page + _p(P, SINK_KEYS), (2 + 2 * (kind == _FP32)) * size, sinks,
             size)  # fmt: skip
 
-    if _p(P, SQUARES):
+    if _p(P, FIT) != _MINMAX:
         kind = _FP32
     j = 0
     for c in range(size):
@@ -853,20 +942,47 @@ def _pack_keys(P, W, source, page, fill, first):
 
 
 @_compiled
-def _pack_values(P, W, source, page, fill):
+def _fit_rotated(P, W, page, begin, fill):
+    """Scales that codes of rotated V are found with, their minima, and what is stored."""
+    fill = kept_outside(fill)
+    block, size, kind = _p(P, BLOCK), _p(P, SIZE), _p(P, KIND)
+    _, _, values, turned, _, _, low, scale, _, _, _, spare, _ = _pack_layout(P)
+    values, turned, low, scale, stored = W + values, W + turned, W + low, W + scale, W + spare
+    line, middle = 4 * (block + 16), _middle(P)
+    four = _p(P, VALUE_BITS) == 4
+    first = np.float32(form.FIRST_RMS_4BIT) if four else np.float32(form.FIRST_RMS)
+    for t in range(fill):
+        if t < begin:
+            filled(values + 4 * t * size, size, np.float32(0))
+        else:
+            _rotate(P, values + 4 * t * size)
+    _turn(_FP32, values, 4 * size, turned, line, fill, size)
+    for t in range(0, fill, 8):
+        symmetric_fit(turned + 4 * t, line, size, scale + 4 * t, first, middle, form.FIT_ROUNDS)
+    for t in range(fill, min(block, fill + 7)):
+        put_f32(scale + 4 * t, np.float32(0))
+    _rounded_row(kind, scale, block, stored)
+    filled(stored, block, np.float32(0))
+    for t in range(0, fill, 8):
+        symmetric_stretched(turned + 4 * t, line, size, scale + 4 * t, stored + 4 * t, middle)
+    for t in range(block):
+        if not get_f32(stored + 4 * t) > np.float32(0):
+            put_f32(scale + 4 * t, np.float32(0))
+        put_f32(low + 4 * t, -middle * get_f32(scale + 4 * t))
+    _narrow(kind, stored, 0, page + _p(P, VALUE_SCALE), 0, 1, block)
+
+
+@_compiled
+def _fit_values(P, W, page, fill):
+    """Scales and minima of V, to scratch and to the page."""
     fill = kept_outside(fill)
     block, size, kind = _p(P, BLOCK), _p(P, SIZE), _p(P, KIND)
     groups, group = _p(P, VALUE_GROUPS), _p(P, VALUE_GROUP)
     _, _, values, turned, _, _, low, scale, _, top, _, spare, _ = _pack_layout(P)
-    values, turned, low, scale, top = W + values, W + turned, W + low, W + scale, W + top
-    line = 4 * (block + 16)
-    four = _p(P, VALUE_BITS) == 4
-    limit = np.float32(15) if four else np.float32(3)
-    _widen(kind, source, _p(P, VALUES_TOKEN), values, 4 * size, fill, size)
-    _turn(_FP32, values, 4 * size, turned, line, fill, size)
-    filled(top, groups * block, limit)
-    filled(low, groups * block, np.float32(0))
-    filled(scale, groups * block, np.float32(0))
+    turned, low, scale, top, spare = W + turned, W + low, W + scale, W + top, W + spare
+    line, total = 4 * (block + 16), groups * block
+    _turn(_FP32, W + values, 4 * size, turned, line, fill, size)
+    filled(top, total, np.float32(15) if _p(P, VALUE_BITS) == 4 else np.float32(3))
     for g in range(groups):
         x = g * group
         columns = min(group, size - x)
@@ -878,10 +994,48 @@ def _pack_values(P, W, source, page, fill):
         for t in range(fill, min(block, fill + 7)):
             put_f32(low + 4 * (g * block + t), np.float32(0))
             put_f32(scale + 4 * (g * block + t), np.float32(0))
-    _rounded_scales(P, low, scale, top, groups * block, W + spare)
-    _narrow(kind, scale, 0, page + _p(P, VALUE_SCALE), 0, 1, groups * block)
-    _narrow(kind, low, 0, page + _p(P, VALUE_MIN), 0, 1, groups * block)
-    if _p(P, SQUARES):
+    _rounded_scales(P, low, scale, top, total, spare)
+    if _p(P, FIT) == _UNBIASED:
+        filled(spare, 2 * total, np.float32(0))
+        for g in range(groups):
+            x = g * group
+            columns = min(group, size - x)
+            for t in range(0, fill, 8):
+                at = 4 * (g * block + t)
+                _stretched(
+                    turned + x * line + 4 * t, line, columns, low + at, scale + at, spare + at,
+                    spare + 4 * total + at, top,
+                )  # fmt: skip
+            for t in range(fill, min(block, fill + 7)):
+                put_f32(spare + 4 * (g * block + t), np.float32(0))
+                put_f32(spare + 4 * (total + g * block + t), np.float32(0))
+        _narrow(kind, spare + 4 * total, 0, page + _p(P, VALUE_SCALE), 0, 1, total)
+        _narrow(kind, spare, 0, page + _p(P, VALUE_MIN), 0, 1, total)
+    else:
+        _narrow(kind, scale, 0, page + _p(P, VALUE_SCALE), 0, 1, total)
+        _narrow(kind, low, 0, page + _p(P, VALUE_MIN), 0, 1, total)
+
+
+@_compiled
+def _pack_values(P, W, source, page, fill, first):
+    fill = kept_outside(fill)
+    block, size, kind = _p(P, BLOCK), _p(P, SIZE), _p(P, KIND)
+    groups, group = _p(P, VALUE_GROUPS), _p(P, VALUE_GROUP)
+    _, _, values, _, _, _, low, scale, _, _, _, _, _ = _pack_layout(P)
+    values, low, scale = W + values, W + low, W + scale
+    four = _p(P, VALUE_BITS) == 4
+    limit = np.float32(15) if four else np.float32(3)
+    _widen(kind, source, _p(P, VALUES_TOKEN), values, 4 * size, fill, size)
+    filled(low, groups * block, np.float32(0))
+    filled(scale, groups * block, np.float32(0))
+    if _p(P, ROTATED):
+        sinks = min(_p(P, SINKS), fill) if first else 0
+        _narrow(kind, values, 4 * size, page + _p(P, SINK_VALUES),
+                (2 + 2 * (kind == _FP32)) * size, sinks, size)  # fmt: skip
+        _fit_rotated(P, W, page, sinks, fill)
+    else:
+        _fit_values(P, W, page, fill)
+    if _p(P, ROTATED) or _p(P, FIT) != _MINMAX:
         kind = _FP32
     for t in range(fill):
         place = 2 * (t % 16)
@@ -893,7 +1047,8 @@ def _pack_values(P, W, source, page, fill):
             words = page + _p(P, VALUE_CODES) + at
             if four:
                 _encode(kind, row, s, m, limit, 2, place, words, columns)
-                _encode(kind, row, s, m, limit, 0, place, page + _p(P, VALUE_EXTRA) + at, columns)
+                extra = page + _p(P, VALUE_EXTRA) + at
+                _encode(kind, row, s, m, limit, 0, place, extra, columns)
             else:
                 _encode(kind, row, s, m, limit, 0, place, words, columns)
 
@@ -915,7 +1070,7 @@ def _pack_task(P, W, task):
     page, keys, values, fill, first = _block_of(P, task)
     filled(page, _p(P, PAGE_BYTES) // 4, np.float32(0))
     _pack_keys(P, W, keys, page, fill, first)
-    _pack_values(P, W, values, page, fill)
+    _pack_values(P, W, values, page, fill, first)
 
 
 @_compiled
@@ -923,7 +1078,8 @@ def _unpack_layout(P):
     """In bytes: K, K turned, V, scales, indices of rows."""
     block, size = _p(P, BLOCK), _p(P, SIZE)
     plane = 4 * block * size
-    scales = 2 * _p(P, KEY_GROUPS) * size + 2 * _p(P, VALUE_GROUPS) * block + _p(P, SINKS) * size
+    scales = (_p(P, KEY_GROUPS) + _p(P, SINKS)) * size + _p(P, VALUE_GROUPS) * block
+    scales *= 2
     end = 3 * plane + 64 * size + 4 * scales + 4 * size
     return (
         0, plane, 2 * plane + 64 * size, 3 * plane + 64 * size, 3 * plane + 64 * size + 4 * scales,
