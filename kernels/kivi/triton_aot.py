@@ -100,8 +100,9 @@ def _variants_of(name: str, page: Page, grouped: int, amd: bool) -> Iterator[Var
 
     plain = {"CAPPED": False, "SLOPES": False}
     yield variant(packing.pack_keys, pack_options(page))
-    yield variant(packing.pack_values, pack_options(page), TOKENS=value_tokens(page))
-    yield variant(unpacking.unpack_pages, unpack_options(page))
+    tokens = value_tokens(page)
+    yield variant(packing.pack_values, pack_options(page), TOKENS=tokens, DOT=page.kind)
+    yield variant(unpacking.unpack_pages, unpack_options(page), DOT=page.kind)
     columns = decode_columns(grouped, amd)
     yield variant(decode.decode_history, decode_options(page), N=columns, DOT=page.kind, **plain)
     merge = {**FUSED, "num_warps": 4}

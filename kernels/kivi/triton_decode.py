@@ -29,6 +29,7 @@ from .triton_page import (
     operand,
     plane_codes,
     store_float,
+    turned,
     value_codes,
 )
 
@@ -116,19 +117,25 @@ def _load_values(words, items, within, PAGE: tl.constexpr):
     at = items + PAGE.value_scale + g[:, None] * PAGE.block + t
     inside = (g < PAGE.value_groups)[:, None] & (t >= 0)
     scale = load_float(at, inside, PAGE.kind)
-    low = load_float(at + (PAGE.value_min - PAGE.value_scale), inside, PAGE.kind)
+    if PAGE.rotated:
+        low = scale * (-0.5 * ((1 << PAGE.value_bits) - 1))
+    else:
+        low = load_float(at + (PAGE.value_min - PAGE.value_scale), inside, PAGE.kind)
     return first, second, scale, low
 
 
 @triton.jit
 def _code_logits(
-    query, columns, real, items, within, first, second, scale, low, chosen,
+    columns, real, items, within, first, second, scale, low, chosen,
     DOT: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """q k of a tile of K as loaded, float32 [group, N].
 
-    query: float32 [channels, N]; columns: pointers to the same [1, N], of those that are real.
+    columns: pointers to the queries [1, N], of those that are real. They are read again for every
+    tile, from the nearest cache, because keeping them takes a third of a thread's registers.
     """
+    d = tl.arange(0, PAGE.channels)[:, None]
+    query = load_float(columns + d, real & (d < PAGE.size), PAGE.kind)
     codes = plane_codes(first)
     folded = query * scale[:, None]
     if PAGE.key_bits == 4:
@@ -218,7 +225,6 @@ def decode_history(
     real = (n < grouped)[None, :]
     columns = query_ptr + begin.to(tl.int64) * query_token_stride
     columns += query_head[None, :] * query_head_stride
-    query = load_float(columns + d, real & (d < PAGE.size), PAGE.kind)
     slope = 0.0
     if SLOPES:
         slope = tl.load(slopes_ptr + query_head, mask=n < grouped, other=0.0)[None, :] * LOG2_E
@@ -251,6 +257,8 @@ def decode_history(
         )  # fmt: skip
         exact = load_operand(columns + d, real & (d < PAGE.size), PAGE.kind, DOT)
         sink_logits = tl.dot(sink_keys, exact, input_precision="ieee")
+        has_sinks = (start == 0) & (slot < 0)
+        first_items = items
 
     exact_tiles = 0
     for tile in range(start, end):
@@ -270,7 +278,7 @@ def decode_history(
 
         if slot < 0:
             logits = _code_logits(
-                query, columns, real, items, within, k_first, k_second, k_scale, k_low, chosen,
+                columns, real, items, within, k_first, k_second, k_scale, k_low, chosen,
                 DOT, PAGE,
             )  # fmt: skip
             if PAGE.sinks:
@@ -299,6 +307,25 @@ def decode_history(
         chosen = next_chosen
         v_first, v_second, v_scale, v_low = nv_first, nv_second, nv_scale, nv_low
 
+    if PAGE.rotated:
+        # Exact tokens' V, from here on, is not rotated.
+        shape: tl.constexpr = [PAGE.channels, N]
+        mean = tl.reshape(sums, shape) / tl.where(total > 0, total, 1.0)[None, :]
+        sums = tl.reshape(turned(mean, False, DOT, PAGE) * total[None, :], sums.shape)
+        # One condition is known when compiling, the other is not: the compiler wants them apart.
+        if PAGE.sinks:  # noqa: SIM102
+            if has_sinks:
+                distance = t - history
+                logits = shaped(sink_logits, scale, soft_cap, CAPPED)
+                logits = hidden(logits, slope, distance, window, SLOPES)
+                sink = (t < PAGE.sinks) & (distance < 0)
+                p = tl.where(sink, tl.exp2(logits - peak[None, :]), 0.0)
+                sink_values = tl.trans(load_operand(
+                    first_items + PAGE.sink_values + t * PAGE.size + across,
+                    sink & (across < PAGE.size), PAGE.kind, DOT,
+                ))  # fmt: skip
+                more = tl.dot(sink_values, operand(p, DOT), input_precision="ieee")
+                sums += tl.reshape(more, sums.shape)
     c = tl.arange(0, PAGE.value_groups_padded)[:, None, None] * PAGE.value_tile
     if exact_tiles > 0:
         keys = keys_ptr + head.to(tl.int64) * key_head_stride

@@ -43,13 +43,13 @@ class Tiling:
 TILING = Tiling()
 
 
-def _warps(elements: int, each: int, most: int = 16) -> int:
+def _warps(elements: int, each: int, most: int = 8) -> int:
     """Warps for a tile, from how many of its elements a thread may hold."""
     return min(max(4, triton.next_power_of_2(elements // (32 * each))), most)
 
 
 def pack_options(page: Page) -> dict[str, object]:
-    return {**EXACT, "num_warps": _warps(page.channels * page.group, 64)}
+    return {**EXACT, "num_warps": _warps(page.channels * page.group, 16)}
 
 
 def value_tokens(page: Page) -> int:
@@ -62,12 +62,12 @@ def unpack_options(page: Page) -> dict[str, object]:
 
 
 def decode_options(page: Page) -> dict[str, object]:
-    return {**FUSED, "num_warps": _warps(page.channels * page.group, 64, 8), "num_stages": 1}
+    return {**FUSED, "num_warps": _warps(page.channels * page.group, 64), "num_stages": 1}
 
 
 def prefill_options(page: Page, rows: int) -> dict[str, object]:
     tile = page.channels * max(page.group, rows)
-    return {**FUSED, "num_warps": _warps(tile, 64, 8), "num_stages": 1}
+    return {**FUSED, "num_warps": _warps(tile, 32), "num_stages": 1}
 
 
 def operands(page: Page) -> str:
@@ -110,16 +110,17 @@ def pack(
     page = page_of(fmt)
     words, numbers, data = views(fmt, cache)
     heads = keys.shape[2]
-    slots, blocks, fills = slots.int(), blocks.int(), fills.int()
+    slots, blocks, fills, firsts = slots.int(), blocks.int(), fills.int(), firsts.int()
     with torch.cuda.device_of(cache):
         packing.pack_keys[len(blocks), heads, fmt.key_groups](
-            items(keys), slots, words, numbers, data, blocks, fills, firsts.int(),
+            items(keys), slots, words, numbers, data, blocks, fills, firsts,
             *keys.stride()[:3], *cache.stride()[:2], PAGE=page, **pack_options(page),
         )  # fmt: skip
         tokens = value_tokens(page)
         packing.pack_values[len(blocks), heads, fmt.block_tokens // tokens](
-            items(values), slots, words, numbers, blocks, fills, *values.stride()[:3],
-            *cache.stride()[:2], PAGE=page, TOKENS=tokens, **pack_options(page),
+            items(values), slots, words, numbers, blocks, fills, firsts, *values.stride()[:3],
+            *cache.stride()[:2], PAGE=page, TOKENS=tokens, DOT=operands(page),
+            **pack_options(page),
         )  # fmt: skip
 
 
@@ -141,7 +142,7 @@ def unpack(
         unpacking.unpack_pages[len(blocks), keys.shape[2], fmt.key_groups](
             *views(fmt, cache), blocks.int(), fills.int(), firsts.int(), items(keys),
             items(values), slots.int(), *cache.stride()[:2], *keys.stride()[:3],
-            *values.stride()[:3], PAGE=page, **unpack_options(page),
+            *values.stride()[:3], PAGE=page, DOT=operands(page), **unpack_options(page),
         )  # fmt: skip
 
 

@@ -6,10 +6,15 @@ import triton
 import triton.language as tl
 
 from . import format as _format
-from .triton_page import ROWS, load_float, rounded, store_float
+from .triton_page import ROWS, load_float, load_operand, rotation_signs, rounded, store_float
 
 SHRINK = tl.constexpr(_format.SHRINK)
 ROUNDS = tl.constexpr(_format.ROUNDS)
+FIT_SHRINK = tl.constexpr(_format.FIT_SHRINK)
+FIT_ROUNDS = tl.constexpr(_format.FIT_ROUNDS)
+FIT_LIMIT = tl.constexpr(_format.FIT_LIMIT)
+FIRST_RMS = tl.constexpr(_format.FIRST_RMS)
+FIRST_RMS_4BIT = tl.constexpr(_format.FIRST_RMS_4BIT)
 
 
 @triton.jit
@@ -42,34 +47,45 @@ def _range(x, counted, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _quantise(x, counted, levels, KIND: tl.constexpr, SQUARES: tl.constexpr, AXIS: tl.constexpr):
+def _quantise(x, counted, levels, KIND: tl.constexpr, FIT: tl.constexpr, AXIS: tl.constexpr):
     """(codes int32, scale, minimum) of groups along AXIS, as ``reference._quantise``.
 
     x: float32, zero where not counted; levels: the greatest code, float32.
     """
     low, high = _range(x, counted, AXIS)
-    if SQUARES:
-        half = (high - low) * (SHRINK / 2)
+    if FIT == "minmax":
+        scale = rounded(tl.div_rn(rounded(high - low, KIND), levels + tl.zeros_like(low)), KIND)
+        codes = _codes(x, counted, scale, low, levels, KIND)
+    else:
+        shrink: tl.constexpr = FIT_SHRINK if FIT == "unbiased" else SHRINK
+        rounds: tl.constexpr = FIT_ROUNDS if FIT == "unbiased" else ROUNDS
+        half = (high - low) * (shrink / 2)
         scale = tl.div_rn(half * 2, levels + tl.zeros_like(half))
         low = (high + low) / 2 - half
         count = tl.maximum(tl.sum(counted.to(tl.float32), AXIS, keep_dims=True), 1.0)
         x_mean = tl.div_rn(tl.sum(x, AXIS, keep_dims=True), count)
         # A loop at run time: unrolled, its rounds would share registers.
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             codes = _codes(x, counted, scale, low, levels, "fp32")
             code_mean = tl.div_rn(tl.sum(codes, AXIS, keep_dims=True), count)
             spread = tl.where(counted, codes - code_mean, 0.0)
             variance = tl.sum(spread * spread, AXIS, keep_dims=True)
-            fits = variance > 0
             product = tl.sum(spread * x, AXIS, keep_dims=True)
-            slope = tl.div_rn(product, tl.where(fits, variance, 1.0))
+            slope = tl.div_rn(product, tl.where(variance > 0, variance, 1.0))
+            fits = (variance > 0) & (slope > 0)
             scale = tl.where(fits, slope, scale)
             low = tl.where(fits, x_mean - slope * code_mean, low)
         scale, low = rounded(scale, KIND), rounded(low, KIND)
         codes = _codes(x, counted, scale, low, levels, "fp32")
-    else:
-        scale = rounded(tl.div_rn(rounded(high - low, KIND), levels + tl.zeros_like(low)), KIND)
-        codes = _codes(x, counted, scale, low, levels, KIND)
+        if FIT == "unbiased":
+            code_mean = tl.div_rn(tl.sum(codes, AXIS, keep_dims=True), count)
+            spread = tl.where(counted, x - x_mean, 0.0)
+            product = tl.sum(spread * (codes - code_mean), AXIS, keep_dims=True)
+            energy = tl.sum(spread * spread, AXIS, keep_dims=True)
+            stretched = tl.div_rn(energy, tl.where(product > 0, product, 1.0))
+            fits = (product > 0) & (stretched < FIT_LIMIT * scale)
+            scale = rounded(tl.where(fits, stretched, scale), KIND)
+            low = rounded(tl.where(fits, x_mean - stretched * code_mean, low), KIND)
     return codes.to(tl.int32), scale, low
 
 
@@ -110,6 +126,39 @@ def _plane_of_values(codes, PAGE: tl.constexpr):
     """Words [T / 16, channels] of codes int32 [T, g, C] of two bits."""
     split = tl.reshape(codes, [codes.shape[0] // ROWS, ROWS, PAGE.channels])
     return tl.sum(split << (2 * tl.arange(0, ROWS))[None, :, None], 1)
+
+
+@triton.jit
+def _quantise_rotated(x, levels: tl.constexpr, DOT: tl.constexpr, PAGE: tl.constexpr):
+    """(codes int32 [T, channels], scale [T, 1]) as ``reference._quantise_rotated``.
+
+    x: operands [T, channels], zero where not counted.
+    """
+    y = tl.dot(x, rotation_signs(DOT, PAGE), input_precision="ieee") * (PAGE.turned**-0.5)
+    middle: tl.constexpr = levels / 2
+    first: tl.constexpr = FIRST_RMS if PAGE.value_bits == 2 else FIRST_RMS_4BIT
+    real = (tl.arange(0, PAGE.channels) < PAGE.size)[None, :]
+    energy = tl.sum(y * y, 1, keep_dims=True)
+    scale = tl.sqrt_rn(energy / PAGE.size) * first
+    for _ in range(FIT_ROUNDS):
+        c = tl.where(real, _centred(y, scale, levels), 0.0)
+        square = tl.sum(c * c, 1, keep_dims=True)
+        scale = tl.div_rn(tl.sum(c * y, 1, keep_dims=True), square)
+    scale = rounded(scale, PAGE.kind)
+    c = _centred(y, scale, levels)
+    product = tl.sum(tl.where(real, c * y, 0.0), 1, keep_dims=True)
+    stretched = tl.div_rn(energy, tl.where(product > 0, product, 1.0))
+    scale = rounded(tl.where((product > 0) & (scale > 0), stretched, 0.0), PAGE.kind)
+    codes = tl.where((scale > 0) & real, c + middle, 0.0)
+    return codes.to(tl.int32), scale
+
+
+@triton.jit
+def _centred(y, scale, levels: tl.constexpr):
+    """Codes less their middle, float32; of nothing, the least."""
+    ratio = tl.div_rn(y, tl.where(scale > 0, scale, 1.0)) + levels / 2
+    codes = _rint(tl.minimum(tl.maximum(ratio, 0.0), levels))
+    return tl.where(scale > 0, codes, 0.0) - levels / 2
 
 
 @triton.jit
@@ -156,7 +205,7 @@ def pack_keys(
     counted = ((t < fill) & (t >= sinks))[None, :] & real[:, None]
     at = keys + t.to(tl.int64)[None, :] * token_stride + d[:, None]
     x = load_float(at, counted, PAGE.kind)
-    codes, scale, low = _quantise(x, counted, levels, PAGE.kind, PAGE.squares, 1)
+    codes, scale, low = _quantise(x, counted, levels, PAGE.kind, PAGE.fit, 1)
 
     r = tl.arange(0, PAGE.rows)[:, None]
     at = words + r * PAGE.block + t[None, :]
@@ -187,10 +236,9 @@ def pack_keys(
             store_float(target, exact, (t < PAGE.sinks)[None, :] & real[:, None], PAGE.kind)
         if PAGE.boosted:
             tl.store(data + PAGE.boosted_at + row, d.to(tl.uint8), mask=four != 0)
-        # Less than a byte a token.
-        for part in tl.static_range(0, PAGE.block // PAGE.channels + 1):
-            byte = PAGE.boosted_at + PAGE.boosted + part * PAGE.channels + d
-            tl.store(data + byte, tl.zeros_like(d).to(tl.uint8), mask=byte < PAGE.page_bytes)
+        for start in range(0, PAGE.tail, PAGE.channels):
+            empty = data + PAGE.boosted_at + PAGE.boosted + start + d
+            tl.store(empty, tl.zeros_like(d).to(tl.uint8), mask=start + d < PAGE.tail)
 
 
 @triton.jit
@@ -201,6 +249,7 @@ def pack_values(
     items_ptr,  # the same memory
     blocks_ptr,  # int32 [n]
     fills_ptr,  # int32 [n]
+    firsts_ptr,  # int32 [n]
     slot_stride,
     token_stride,
     head_stride,
@@ -208,10 +257,11 @@ def pack_values(
     head_bytes,
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
+    DOT: tl.constexpr,
 ):
     """``code = round((v - m) / s)`` of TOKENS tokens, for every group of channels.
 
-    Program (i, head, tile of tokens).
+    Of rotated V, ``code = round(v R / s + middle)``. Program (i, head, tile of tokens).
     """
     i = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -226,9 +276,23 @@ def pack_values(
     g = tl.arange(0, PAGE.value_groups_padded)[None, :, None]
     c = g * PAGE.value_tile + tl.arange(0, PAGE.value_tile)[None, None, :]
     counted = (t < fill) & (c < PAGE.size)
-    x = load_float(values + t.to(tl.int64) * token_stride + c, counted, PAGE.kind)
     levels: tl.constexpr = float((1 << PAGE.value_bits) - 1)
-    codes, scale, low = _quantise(x, counted, levels, PAGE.kind, PAGE.squares, 2)
+    if PAGE.rotated:
+        sinks = tl.where(tl.load(firsts_ptr + i) != 0, PAGE.sinks, 0)
+        token = start + tl.arange(0, TOKENS)[:, None]
+        across = tl.arange(0, PAGE.channels)[None, :]
+        source = values + token.to(tl.int64) * token_stride + across
+        inside = (token < fill) & (across < PAGE.size)
+        x = load_operand(source, inside & (token >= sinks), PAGE.kind, DOT)
+        codes, scale = _quantise_rotated(x, levels, DOT, PAGE)
+        codes, scale = codes[:, None, :], scale[:, :, None]
+        if PAGE.sinks:
+            exact = load_float(source, inside & (token < sinks), PAGE.kind)
+            target = items + PAGE.sink_values + token * PAGE.size + across
+            store_float(target, exact, (token < PAGE.sinks) & (across < PAGE.size), PAGE.kind)
+    else:
+        x = load_float(values + t.to(tl.int64) * token_stride + c, counted, PAGE.kind)
+        codes, scale, low = _quantise(x, counted, levels, PAGE.kind, PAGE.fit, 2)
 
     r = start // ROWS + tl.arange(0, TOKENS // ROWS)[:, None]
     d = tl.arange(0, PAGE.channels)[None, :]
@@ -243,4 +307,5 @@ def pack_values(
     at = items + PAGE.value_scale + g * PAGE.block + t
     inside = (g < PAGE.value_groups) & (t >= 0)
     store_float(at, scale, inside, PAGE.kind)
-    store_float(at + (PAGE.value_min - PAGE.value_scale), low, inside, PAGE.kind)
+    if not PAGE.rotated:
+        store_float(at + (PAGE.value_min - PAGE.value_scale), low, inside, PAGE.kind)

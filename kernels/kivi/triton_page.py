@@ -47,14 +47,18 @@ class Page:
     boosted: int
     boosted_padded: int
     sinks: int
-    squares: bool
+    fit: str
+    rotated: bool
+    turned: int
+    """Channels that the rotation of V mixes."""
     value_group: int
     value_groups: int
     """Groups of V's channels; times ``value_tile`` equals ``channels``."""
     value_groups_padded: int
     value_tile: int
     """Channels of a group of V, the next power of two."""
-    page_bytes: int
+    tail: int
+    """Bytes at the end of a page that hold nothing,."""
     key_extra: int
     value_codes: int
     value_extra: int
@@ -63,6 +67,7 @@ class Page:
     value_scale: int
     value_min: int
     sink_keys: int
+    sink_values: int
     boosted_at: int
     """In bytes."""
 
@@ -86,12 +91,14 @@ def page_of(fmt: PageFormat) -> Page:
         boosted=fmt.boosted,
         boosted_padded=triton.next_power_of_2(fmt.boosted) if fmt.boosted else 0,
         sinks=fmt.sinks,
-        squares=fmt.fit == "squares",
+        fit=fmt.fit,
+        rotated=fmt.rotated,
+        turned=fmt.head_size & -fmt.head_size,
         value_group=fmt.value_group,
         value_groups=fmt.value_groups,
         value_groups_padded=groups,
         value_tile=channels // groups,
-        page_bytes=fmt.page_bytes,
+        tail=fmt.page_bytes - at["boosted"] - fmt.boosted,
         key_extra=at["key_extra"] // WORD,
         value_codes=at["value_codes"] // WORD,
         value_extra=at["value_extra"] // WORD,
@@ -100,6 +107,7 @@ def page_of(fmt: PageFormat) -> Page:
         value_scale=at["value_scale"] // item,
         value_min=at["value_min"] // item,
         sink_keys=at["sink_keys"] // item,
+        sink_values=at["sink_values"] // item,
         boosted_at=at["boosted"],
     )
 
@@ -231,3 +239,37 @@ def boosted_rows(chosen, PAGE: tl.constexpr):
     equal = chosen[:, None] == tl.arange(0, PAGE.channels)[None, :]
     row = tl.arange(0, PAGE.boosted_padded)[:, None]
     return tl.sum(equal.to(tl.int32), 0), tl.sum(tl.where(equal, row, 0), 0)
+
+
+@triton.jit
+def rotation_signs(DOT: tl.constexpr, PAGE: tl.constexpr):
+    """``rotation(D)`` times the square root of ``turned``: 1, -1 and 0, operands of a product."""
+    i = tl.arange(0, PAGE.channels)[:, None]
+    j = tl.arange(0, PAGE.channels)[None, :]
+    both = i & j & (PAGE.turned - 1)
+    both ^= both >> 4
+    both ^= both >> 2
+    both ^= both >> 1
+    mixed = (i // PAGE.turned == j // PAGE.turned) & (i < PAGE.size) & (j < PAGE.size)
+    return operand(tl.where(mixed, 1.0 - 2.0 * (both & 1).to(tl.float32), 0.0), DOT)
+
+
+@triton.jit
+def turned(x, ROWS_TURN: tl.constexpr, DOT: tl.constexpr, PAGE: tl.constexpr):
+    """Rows (or columns) of ``channels`` float32 numbers, times the rotation.
+
+    What a 16-bit operand of a product leaves is a second one.
+    """
+    signs = rotation_signs(DOT, PAGE)
+    high = operand(x, DOT)
+    if ROWS_TURN:
+        y = tl.dot(high, signs, input_precision="ieee")
+    else:
+        y = tl.dot(signs, high, input_precision="ieee")
+    if DOT != "fp32":
+        low = operand(x - high.to(tl.float32), DOT)
+        if ROWS_TURN:
+            y = tl.dot(low, signs, y, input_precision="ieee")
+        else:
+            y = tl.dot(signs, low, y, input_precision="ieee")
+    return y * (PAGE.turned**-0.5)

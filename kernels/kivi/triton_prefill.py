@@ -1,8 +1,8 @@
 """Attention of several new tokens a sequence over its history and each other.
 
-A program takes a tile of queries, all heads of a KV head together, through the history as stored
-and then the new tokens, exactly. Tiles of packed history are dequantised in registers, rounded to
-the model's dtype.
+A program takes a tile of queries, all heads of a KV head together, through the packed tiles of the
+history, which are dequantised in registers and rounded to the model's dtype, and then through its
+exact tiles and the new tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .triton_decode import LOG2_E, first_tile, hidden, risen, shaped
-from .triton_page import load_operand, operand, store_float
+from .triton_page import load_operand, operand, store_float, turned
 from .triton_unpack import key_tile, value_tile
 
 
@@ -104,50 +104,96 @@ def prefill(
     skipped = tl.where(window == 0, 0, tl.maximum(first_token - window + 1, 0)) // PAGE.group
     skipped = tl.where(start < tiles, 0, skipped)
     t = tl.arange(0, PAGE.group)
-    for tile in range(start + skipped, tiles + last_token // PAGE.group + 1):
-        if tile < tiles:
+    exact_tiles = 0
+    for tile in range(start, tiles):
+        block = tl.load(table + tile // per_block).to(tl.int64)
+        if tl.load(slots_ptr + block) < 0:
             at_token = tile * PAGE.group + t
-            some = at_token < history
-            block = tl.load(table + tile // per_block).to(tl.int64)
-            slot = tl.load(slots_ptr + block).to(tl.int64)
+            page = block * block_bytes + head * head_bytes
+            words = words_ptr + page // 4
+            items = items_ptr + (page // 4) * PAGE.per_word
             within = tile % per_block
-            if slot < 0:
-                page = block * block_bytes + head * head_bytes
-                words = words_ptr + page // 4
-                items = items_ptr + (page // 4) * PAGE.per_word
-                k = operand(key_tile(words, items, bytes_ptr + page, within, PAGE), DOT)
-                if PAGE.sinks:
-                    sink = t < tl.where(tile == 0, PAGE.sinks, 0)
-                    at_sink = items + PAGE.sink_keys + t[None, :] * PAGE.size + d[:, None]
+            k = operand(key_tile(words, items, bytes_ptr + page, within, PAGE), DOT)
+            if PAGE.sinks:
+                sink = t < tl.where(tile == 0, PAGE.sinks, 0)
+                at_sink = items + PAGE.sink_keys + t[None, :] * PAGE.size + d[:, None]
+                mask = sink[None, :] & (d < PAGE.size)[:, None]
+                k = tl.where(sink[None, :], load_operand(at_sink, mask, PAGE.kind, DOT), k)
+            logits = shaped(tl.dot(query, k, input_precision="ieee"), scale, soft_cap, CAPPED)
+            logits = hidden(logits, slope, at_token[None, :] - position[:, None], window, SLOPES)
+            logits = tl.where((at_token < history)[None, :], logits, float("-inf"))
+            peak, shrunk, p = risen(peak, logits, 1)
+            total = total * shrunk + tl.sum(p, 1)
+            v = operand(value_tile(words, items, within, PAGE), DOT)
+            sums = sums * shrunk[:, None]
+            sums = tl.dot(operand(p, DOT), v, sums, input_precision="ieee")
+        else:
+            exact_tiles += 1
+    if PAGE.rotated:
+        # Exact tokens' V, from here on, is not rotated.
+        mean = sums / tl.where(total > 0, total, 1.0)[:, None]
+        sums = turned(mean, True, DOT, PAGE) * total[:, None]
+        # One condition is known when compiling, the other is not: the compiler wants them apart.
+        if PAGE.sinks:  # noqa: SIM102
+            if (start == 0) & (tiles > 0):
+                block = tl.load(table).to(tl.int64)
+                if tl.load(slots_ptr + block) < 0:
+                    page = block * block_bytes + head * head_bytes
+                    items = items_ptr + (page // 4) * PAGE.per_word
+                    sink = (t < PAGE.sinks) & (t < history)
+                    at_sink = t[None, :] * PAGE.size + d[:, None]
                     mask = sink[None, :] & (d < PAGE.size)[:, None]
-                    k = tl.where(sink[None, :], load_operand(at_sink, mask, PAGE.kind, DOT), k)
-                v = operand(value_tile(words, items, within, PAGE), DOT)
+                    k = load_operand(items + PAGE.sink_keys + at_sink, mask, PAGE.kind, DOT)
+                    logits = tl.dot(query, k, input_precision="ieee")
+                    logits = shaped(logits, scale, soft_cap, CAPPED)
+                    logits = hidden(logits, slope, t[None, :] - position[:, None], window, SLOPES)
+                    # Rows that see nothing yet have no sum to add to.
+                    origin = tl.where(peak == float("-inf"), 0.0, peak)
+                    p = tl.where(sink[None, :], tl.exp2(logits - origin[:, None]), 0.0)
+                    v = load_operand(items + PAGE.sink_values + at_sink, mask, PAGE.kind, DOT)
+                    v = tl.trans(v)
+                    sums = tl.dot(operand(p, DOT), v, sums, input_precision="ieee")
+
+    start = tl.where(exact_tiles > 0, start, tiles) + skipped
+    for tile in range(start, tiles + last_token // PAGE.group + 1):
+        new_tile = tile >= tiles
+        slot = begin.to(tl.int64)
+        if tile < tiles:
+            block = tl.load(table + tile // per_block)
+            slot = tl.load(slots_ptr + block).to(tl.int64)
+        if new_tile | (slot >= 0):
+            if new_tile:
+                at_token = (tile - tiles) * PAGE.group + t
+                some = at_token < new
+                inside = (begin + at_token).to(tl.int64)
+                at_token += history
+                mask = some[None, :] & (d < PAGE.size)[:, None]
+                at_k = inside[None, :] * key_token_stride + head * key_head_stride + d[:, None]
+                k = load_operand(key_ptr + at_k, mask, PAGE.kind, DOT)
+                at_v = inside[:, None] * value_token_stride + head * value_head_stride
+                v = load_operand(
+                    value_ptr + at_v + d[None, :], some[:, None] & real, PAGE.kind, DOT
+                )
             else:
-                inside = within * PAGE.group + t
+                at_token = tile * PAGE.group + t
+                some = at_token < history
+                inside = ((tile % per_block) * PAGE.group + t).to(tl.int64)
                 mask = some[None, :] & (d < PAGE.size)[:, None]
                 at_k = slot * keys_slot_stride + head * keys_head_stride + d[:, None]
                 at_k += inside[None, :] * keys_token_stride
                 k = load_operand(keys_ptr + at_k, mask, PAGE.kind, DOT)
-                at_v = slot * values_slot_stride + head * values_head_stride + d[None, :]
+                at_v = slot * values_slot_stride + head * values_head_stride
                 at_v += inside[:, None] * values_token_stride
-                v = load_operand(values_ptr + at_v, some[:, None] & real, PAGE.kind, DOT)
-        else:
-            at_token = (tile - tiles) * PAGE.group + t
-            some = at_token < new
-            at_new = (begin + at_token).to(tl.int64)
-            at_token += history
-            mask = some[None, :] & (d < PAGE.size)[:, None]
-            at_k = at_new[None, :] * key_token_stride + head * key_head_stride + d[:, None]
-            k = load_operand(key_ptr + at_k, mask, PAGE.kind, DOT)
-            at_v = at_new[:, None] * value_token_stride + head * value_head_stride + d[None, :]
-            v = load_operand(value_ptr + at_v, some[:, None] & real, PAGE.kind, DOT)
-        logits = shaped(tl.dot(query, k, input_precision="ieee"), scale, soft_cap, CAPPED)
-        logits = hidden(logits, slope, at_token[None, :] - position[:, None], window, SLOPES)
-        logits = tl.where(some[None, :], logits, float("-inf"))
-        peak, shrunk, p = risen(peak, logits, 1)
-        total = total * shrunk + tl.sum(p, 1)
-        sums = sums * shrunk[:, None]
-        sums = tl.dot(operand(p, DOT), v, sums, input_precision="ieee")
+                v = load_operand(
+                    values_ptr + at_v + d[None, :], some[:, None] & real, PAGE.kind, DOT
+                )
+            logits = shaped(tl.dot(query, k, input_precision="ieee"), scale, soft_cap, CAPPED)
+            logits = hidden(logits, slope, at_token[None, :] - position[:, None], window, SLOPES)
+            logits = tl.where(some[None, :], logits, float("-inf"))
+            peak, shrunk, p = risen(peak, logits, 1)
+            total = total * shrunk + tl.sum(p, 1)
+            sums = sums * shrunk[:, None]
+            sums = tl.dot(operand(p, DOT), v, sums, input_precision="ieee")
 
     at = (begin + token).to(tl.int64)[:, None] * out_token_stride
     at += query_head[:, None] * out_head_stride + d[None, :]

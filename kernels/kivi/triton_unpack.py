@@ -12,6 +12,7 @@ from .triton_page import (
     load_float,
     plane_codes,
     store_float,
+    turned,
 )
 
 
@@ -43,7 +44,10 @@ def key_tile(words, items, data, tile, PAGE: tl.constexpr):
 
 @triton.jit
 def value_tile(words, items, tile, PAGE: tl.constexpr):
-    """``code * s + m`` of V, float32 [group, channels], of as many tokens of a page."""
+    """``code * s + m`` of V, float32 [group, channels], of as many tokens of a page.
+
+    Of rotated V, as rotated: ``(code - middle) * s``.
+    """
     t = tile * PAGE.group + tl.arange(0, PAGE.group)[:, None]
     r = tile * (PAGE.group // ROWS) + tl.arange(0, PAGE.group // ROWS)[:, None]
     d = tl.arange(0, PAGE.channels)[None, :]
@@ -59,7 +63,10 @@ def value_tile(words, items, tile, PAGE: tl.constexpr):
     at = items + PAGE.value_scale + g * PAGE.block + t
     inside = (g < PAGE.value_groups) & (t >= 0)
     scale = load_float(at, inside, PAGE.kind)
-    low = load_float(at + (PAGE.value_min - PAGE.value_scale), inside, PAGE.kind)
+    if PAGE.rotated:
+        low = scale * (-0.5 * ((1 << PAGE.value_bits) - 1))
+    else:
+        low = load_float(at + (PAGE.value_min - PAGE.value_scale), inside, PAGE.kind)
     value = codes.to(tl.float32) * scale[:, :, None] + low[:, :, None]
     return tl.reshape(value, [PAGE.group, PAGE.channels])
 
@@ -84,6 +91,7 @@ def unpack_pages(
     value_token_stride,
     value_head_stride,
     PAGE: tl.constexpr,
+    DOT: tl.constexpr,
 ):
     """``code * s + m`` of K and V of one group of tokens, rounded to the dtype.
 
@@ -113,6 +121,13 @@ def unpack_pages(
     store_float(at, x, (t < fill)[None, :] & (d < PAGE.size)[:, None], PAGE.kind)
 
     x = value_tile(words, items, tile, PAGE)
+    if PAGE.rotated:
+        x = turned(x, True, DOT, PAGE)
+        if PAGE.sinks:
+            sink = t < tl.where(tl.load(firsts_ptr + i) != 0, PAGE.sinks, 0)
+            at = items + PAGE.sink_values + t[:, None] * PAGE.size + d[None, :]
+            exact = load_float(at, sink[:, None] & (d < PAGE.size)[None, :], PAGE.kind)
+            x = tl.where(sink[:, None], exact, x)
     at = values_ptr + slot * value_slot_stride + head * value_head_stride
     at += t.to(tl.int64)[:, None] * value_token_stride + d[None, :]
     store_float(at, x, (t < fill)[:, None] & (d < PAGE.size)[None, :], PAGE.kind)

@@ -1,0 +1,71 @@
+"""The Triton kernels of KIVI pages: compiled for real targets, and run under the interpreter."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_kvcompress.kernels.kivi import triton_aot
+
+KERNELS = Path(__file__).with_name("test_kivi_triton_kernels.py")
+NVIDIA = [name for name, target in triton_aot.TARGETS.items() if target.backend == "cuda"]
+
+
+def needs_of(sizes, target):
+    for variant in triton_aot.variants(triton_aot.presets(sizes), target):
+        yield triton_aot.resources(variant, target)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param(t, marks=() if t == "sm_90" else pytest.mark.slow) for t in triton_aot.TARGETS],
+)
+@pytest.mark.parametrize("size", [64, 128])
+def test_presets_compile_without_spills(size, target):
+    for needed in needs_of((size,), target):
+        assert needed.registers > 0, needed
+        if target in NVIDIA:
+            assert needed.spills == 0, needed
+            assert needed.stack == 0, needed
+
+
+def test_packing_keeps_products_and_sums_apart():
+    for variant in triton_aot.variants(triton_aot.presets((64,))):
+        if "pack" in variant.name:
+            ptx = triton_aot.compile_for(variant, "sm_90").asm["ptx"]
+            assert not re.search(r"\bfma\.\w+\.f(16|32|64)", ptx), variant.name
+            assert not re.search(r"\bdiv\.(approx|full)", ptx), variant.name
+
+
+def test_decoding_multiplies_codes_by_tensor_cores_and_converts_none():
+    for variant in triton_aot.variants(triton_aot.presets((128,))):
+        if "decode_history" in variant.name:
+            ptx = triton_aot.compile_for(variant, "sm_90").asm["ptx"]
+            assert re.search(r"\b(w?gmma|mma)\.\S*bf16", ptx), variant.name
+            assert not re.search(r"\bcvt\.\w+\.f(16|32)\.[su]\d+", ptx), variant.name
+
+
+def run_kernels(marker):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if not torch.cuda.is_available():
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marker]
+    run = subprocess.run(
+        [*command, str(KERNELS)], env=environment, capture_output=True, text=True, timeout=1800
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_kernels_agree_with_the_reference():
+    run_kernels("not slow")
+
+
+@pytest.mark.slow
+def test_kernels_agree_with_the_reference_in_more_cases():
+    run_kernels("slow")
