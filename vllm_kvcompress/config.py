@@ -116,17 +116,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         "sink_tokens": 0,
         "boosted_channels": 0,
         "clipping": "none",
+        "rotate_values": False,
     },
     "balanced": {
         "group_size": 64,
         "sink_tokens": 1,
         "boosted_channels": 0.25,
         "clipping": "least_squares",
+        "rotate_values": True,
     },
 }
 """``kivi`` is the published method, ``balanced`` loses less at the same bits."""
 
-_FITS = {"none": "minmax", "least_squares": "squares"}
+_FITS = {"none": "minmax", "least_squares": "unbiased"}
 
 
 @dataclass(frozen=True)
@@ -140,11 +142,13 @@ class KiviSettings:
     residual_length: int = 128
     """Most recent tokens of a request that stay exact."""
     sink_tokens: int = 1
-    """First tokens of a request whose K stay exact."""
+    """First tokens of a request whose K, and V if it is rotated, stay exact."""
     boosted_channels: int | float = 0.25
     """K channels of a page with 4 bits under a dtype of 2: a number, or a share below 1."""
     clipping: str = "least_squares"
     """How scales are found: ``none``, from minimum and maximum, or ``least_squares``."""
+    rotate_values: bool = True
+    """Whether V is rotated over its channels and coded with one scale a token and head."""
     pool_share: float = 0.1
     """Most that the exact tokens may take of the KV cache's memory."""
     skip_dtype: str = "auto"
@@ -203,6 +207,7 @@ class KiviSettings:
             boosted is not None and (0 <= boosted < 1 or (boosted >= 1 and boosted % 16 == 0)),
             "a share from 0 to below 1, or a multiple of 16",
         )
+        check("rotate_values", isinstance(given.get("rotate_values"), bool), "true or false")
         share = number("pool_share", int, float)
         check("pool_share", share is not None and 0 < share <= 0.9, "a share above 0, up to 0.9")
         preset = PRESETS[given.get("preset", cls.preset)]
@@ -228,4 +233,5 @@ class KiviSettings:
             boosted=int(boosted),
             sinks=self.sink_tokens,
             fit=_FITS[self.clipping],
+            rotated=self.rotate_values,
         )
