@@ -73,12 +73,14 @@ class Variant:
 def presets(
     sizes: tuple[int, ...] = (64, 128), dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, PageFormat]:
-    """The formats that people get when they ask for nothing else, for these head sizes."""
+    """The formats that are had without asking for more than a preset, for these head sizes."""
     found = {}
     for size in sizes:
+        balanced = {"group": 64, "boosted": size // 4, "sinks": 1}
         found[f"kivi {size}"] = PageFormat(128, size, dtype)
-        found[f"balanced {size}"] = PageFormat(
-            128, size, dtype, group=64, boosted=size // 4, sinks=1, fit="squares"
+        found[f"balanced {size}"] = PageFormat(128, size, dtype, fit="squares", **balanced)
+        found[f"rotated {size}"] = PageFormat(
+            128, size, dtype, fit="unbiased", rotated=True, **balanced
         )
     return found
 
