@@ -181,7 +181,10 @@ class ChunkWorker(OffloadingWorker):
         for key in unclear:
             self._fail(job_id, key, "incomplete")
         for chunk in chunks:
-            chunk.group.prepare_load(chunk.block_ids)
+            # Groups share block numbers and memory: what another group remembers of these blocks
+            # is of their former life.
+            for group in self._groups:
+                group.prepare_load(chunk.block_ids)
         job = _LoadJob(started=time.monotonic(), remaining=max(1, len(chunks)))
         # The blocks' earlier owners, and their zeroing, may still be at work on a GPU.
         written = mark(self._groups[0].device)
