@@ -383,6 +383,53 @@ def _give_cpu_builders_their_dtype() -> None:
     builder.__init__ = __init__
 
 
+def on_cache_write(
+    callback: Callable[[VllmConfig, torch.Tensor, int], None], except_for: type
+) -> None:
+    """Call ``callback`` with what a step writes through other builders than ``except_for``.
+
+    It gets the configuration, a cache group's slot mapping and the tokens of the group's blocks,
+    before anything of the step runs. To be called in the worker, when its module has been loaded.
+    """
+    from vllm.v1.worker.utils import AttentionGroup
+
+    original = AttentionGroup.create_metadata_builders
+    if _wrapped(original):
+        return
+
+    @functools.wraps(original)
+    def create_metadata_builders(self, vllm_config, *args, **options):
+        original(self, vllm_config, *args, **options)
+        block_tokens = getattr(self.kv_cache_spec, "block_size", None)
+        for builder in self.metadata_builders:
+            if block_tokens and not isinstance(builder, except_for):
+                _report_writes(builder, callback, vllm_config, block_tokens)
+
+    create_metadata_builders._kvcompress = True
+    AttentionGroup.create_metadata_builders = create_metadata_builders
+
+
+def _report_writes(
+    builder: Any,
+    callback: Callable[[VllmConfig, torch.Tensor, int], None],
+    vllm_config: VllmConfig,
+    block_tokens: int,
+) -> None:
+    build, update = builder.build, builder.update_block_table
+
+    @functools.wraps(build)
+    def reporting_build(common_prefix_len, common_attn_metadata, *args, **options):
+        callback(vllm_config, common_attn_metadata.slot_mapping, block_tokens)
+        return build(common_prefix_len, common_attn_metadata, *args, **options)
+
+    @functools.wraps(update)
+    def reporting_update(metadata, blk_table, slot_mapping):
+        callback(vllm_config, slot_mapping, block_tokens)
+        return update(metadata, blk_table, slot_mapping)
+
+    builder.build, builder.update_block_table = reporting_build, reporting_update
+
+
 def is_cpu() -> bool:
     """Whether this is vLLM's CPU engine."""
     from vllm.platforms import current_platform

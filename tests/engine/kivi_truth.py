@@ -34,6 +34,7 @@ class Memory:
 
     def __init__(self, fmt: PageFormat, kv_heads: int) -> None:
         self.fmt = fmt
+        self.block_tokens = fmt.block_tokens
         self.kv_heads = kv_heads
         self.exact: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # [tokens, heads, size]
         self.pages: dict[int, torch.Tensor] = {}  # uint8 [1, heads, tokens, token_bytes]
@@ -127,6 +128,34 @@ class Memory:
         return torch.cat([key for key, _ in parts]), torch.cat([value for _, value in parts])
 
 
+class ExactMemory:
+    """What a layer that is left out of KIVI pages has stored, by block."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.blocks: dict[int, torch.Tensor] = {}  # [K or V, tokens, heads, size], nan: not there
+
+    def store(self, given: StepInput, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Keep a step's new tokens."""
+        self.nothing = torch.stack([key[:0], value[:0]]).float()
+        for row in np.flatnonzero(given.slot_mapping >= 0).tolist():
+            block, offset = divmod(int(given.slot_mapping[row]), self.block_tokens)
+            if offset == 0 or block not in self.blocks:
+                shape = (2, self.block_tokens, *key.shape[1:])
+                self.blocks[block] = torch.full(shape, torch.nan)
+            self.blocks[block][0, offset] = key[row]
+            self.blocks[block][1, offset] = value[row]
+
+    def history(self, table: np.ndarray, length: int, begin: int) -> tuple[torch.Tensor, ...]:
+        """As ``Memory.history``."""
+        size = self.block_tokens
+        columns = range(begin // size, -(-length // size))
+        parts = [self.blocks[int(table[column])] for column in columns]
+        found = torch.cat(parts, 1)[:, : length - begin] if parts else self.nothing
+        assert not found.isnan().any(), "a token is read that was not written"
+        return found[0], found[1]
+
+
 def attend(
     rule: Attention,
     memory: Any,
@@ -146,8 +175,8 @@ def attend(
         history = length - (end - begin)
         seen = 0
         if rule.window:  # what is out of every token's sight may have been given back
-            seen = max(0, history - rule.window + 1) // memory.fmt.block_tokens
-            seen *= memory.fmt.block_tokens
+            seen = max(0, history - rule.window + 1) // memory.block_tokens
+            seen *= memory.block_tokens
         k, v = memory.history(given.block_table[row], history, seen)
         k = torch.cat([k, key[begin:end].float()]).repeat_interleave(groups, 1)
         v = torch.cat([v, value[begin:end].float()]).repeat_interleave(groups, 1)
@@ -227,22 +256,33 @@ class LayerErrors:
 
     worst: float = 0.0
     rows: int = 0
+    exact_rows: int = 0
+    """Rows of layers that are left out of KIVI pages."""
     events: Events = field(default_factory=Events)
 
 
 @contextmanager
 def checked_layers(tolerance: float) -> Iterator[LayerErrors]:
-    """Compare every call of every KIVI layer with the truth, within ``tolerance`` of the largest V
-    that it attends to. Entered before the engine serves anything."""
+    """Compare every call of every layer with the truth, within ``tolerance`` of the largest V that
+    it attends to. Entered before the engine serves anything."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
     from vllm_kvcompress.attention.kivi import KiviImpl
 
     found = LayerErrors()
-    memories: dict[Any, Memory] = {}
+    memories: dict[Any, Any] = {}
     counted: list[StepPlan] = []
-    original = KiviImpl.forward
+    packed_forward, exact_forward = KiviImpl.forward, CPUAttentionBackendImpl.forward
+
+    def compare(truth: torch.Tensor, output: torch.Tensor, value: torch.Tensor, what: str) -> None:
+        output = output[: len(truth)].view(truth.shape).float()
+        scale = max(float(value.float().abs().max()), 1e-9)
+        error = float((output - truth).abs().max()) / scale
+        found.worst = max(found.worst, error)
+        assert error <= tolerance, f"the attention of {what} is off by {error:.3g}"
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *more, **options):
-        result = original(
+        result = packed_forward(
             self, layer, query, key, value, kv_cache, attn_metadata, output, *more, **options
         )
         if attn_metadata is None:
@@ -251,8 +291,7 @@ def checked_layers(tolerance: float) -> Iterator[LayerErrors]:
         if not (given.slot_mapping >= 0).any():
             return result
         if not any(plan is other for other in counted):
-            counted[:] = counted[-8:]
-            counted.append(plan)
+            counted[:] = [*counted[-8:], plan]
             found.events.count(given, plan)
         memory = memories.setdefault(self, Memory(self.fmt, self.num_kv_heads))
         count = len(given.slot_mapping)
@@ -260,19 +299,44 @@ def checked_layers(tolerance: float) -> Iterator[LayerErrors]:
         memory.store(given, plan, key, value)
         truth = attend(self.attention, memory, given, query, key, value)
         memory.retire(plan)
-        scale = max(float(value.float().abs().max()), 1e-9)
-        error = float((output[:count].view(truth.shape).float() - truth).abs().max()) / scale
-        found.worst = max(found.worst, error)
+        compare(truth, output, value, "a packed layer")
         found.rows += count
-        assert error <= tolerance, f"a layer's attention is off by {error:.3g}"
         return result
 
-    KiviImpl.forward = forward
+    def forward_exact(
+        self, layer, query, key, value, kv_cache, attn_metadata, output, *more, **options
+    ):
+        result = exact_forward(
+            self, layer, query, key, value, kv_cache, attn_metadata, output, *more, **options
+        )
+        if attn_metadata is None:
+            return result
+        count = attn_metadata.num_actual_tokens
+        given = StepInput(
+            block_table=attn_metadata.block_table.numpy(),
+            query_start=attn_metadata.query_start_loc.numpy(),
+            seq_lens=attn_metadata.seq_lens.numpy(),
+            slot_mapping=attn_metadata.slot_mapping[:count].numpy(),
+        )
+        if not (given.slot_mapping >= 0).any():
+            return result
+        memory = memories.setdefault(self, ExactMemory(kv_cache.shape[2]))
+        query, key, value = query[:count], key[:count], value[:count]
+        memory.store(given, key, value)
+        rule = Attention(
+            scale=self.scale, window=max(self.sliding_window, 0), soft_cap=self.logits_soft_cap
+        )
+        truth = attend(rule, memory, given, query, key, value)
+        compare(truth, output, value, "a layer that is left out")
+        found.exact_rows += count
+        return result
+
+    KiviImpl.forward, CPUAttentionBackendImpl.forward = forward, forward_exact
     try:
         with _recorded_plans() as plans:
             yield found
     finally:
-        KiviImpl.forward = original
+        KiviImpl.forward, CPUAttentionBackendImpl.forward = packed_forward, exact_forward
 
 
 @dataclass

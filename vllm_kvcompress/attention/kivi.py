@@ -243,11 +243,6 @@ class PooledGroup:
         assert self.plan is not None
         return self.plan
 
-    def forget(self, block: int) -> None:
-        """Another cache group writes this block from its first token on."""
-        if self.pool is not None:
-            self.pool.drop(block)
-
     # --- between steps, for the connector ---------------------------------------------------
 
     def exact_blocks(self, blocks: Sequence[int]) -> list[bool]:
@@ -406,6 +401,7 @@ class KiviImpl(AttentionImpl):
         self.exact_keys: torch.Tensor | None = None
         self.exact_values: torch.Tensor | None = None
         compat.on_available_memory(reserve_pool)
+        compat.on_cache_write(forget_rewritten, KiviMetadataBuilder)
 
     @property
     def exact_token_bytes(self) -> int:
@@ -520,6 +516,28 @@ class KiviImpl(AttentionImpl):
             keys[slots, offsets] = key[rows]
             values[slots, offsets] = value[rows]
             kernels.pack(fmt, keys, values, scratch, kv_cache, blocks, after, firsts)
+
+
+def forget_rewritten(
+    vllm_config: VllmConfig, slot_mapping: torch.Tensor, block_tokens: int
+) -> None:
+    """Drop the blocks that a cache group without KIVI pages writes from their first token on.
+
+    Groups share block numbers and memory: packing such a block later would write into the other
+    group's tokens.
+    """
+    groups = {
+        id(layer.impl.group): layer.impl.group
+        for layer in compat.attention_layers(vllm_config).values()
+        if getattr(layer.impl, "group", None) is not None
+    }
+    pools = [group.pool for group in groups.values() if group.pool is not None]
+    if not pools:
+        return
+    slots = slot_mapping.cpu().numpy()
+    for block in (slots[(slots >= 0) & (slots % block_tokens == 0)] // block_tokens).tolist():
+        for pool in pools:
+            pool.drop(block)
 
 
 def reserve_pool(vllm_config: VllmConfig, available: int) -> int:
