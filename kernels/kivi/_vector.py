@@ -732,3 +732,13 @@ def butterfly(e, x, y, count):
         a, b = e.get(e.at(x, i), _VF), e.get(e.at(y, i), _VF)
         e.put(e.fadd(a, b), e.at(x, i))
         e.put(e.fsub(a, b), e.at(y, i))
+
+
+@_operation("ii")
+def prefetched(e, start, count):
+    """Asks for bytes that are read soon; each line of a page is read once."""
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+    prefetch = cgutils.get_or_insert_function(e.module, kind, "llvm.prefetch.p0")
+    with e.times(count, 64) as (i, _):
+        e.call(prefetch, [e.inttoptr(e.add(start, i), pointer), _I32(0), _I32(3), _I32(1)])

@@ -46,6 +46,7 @@ from ._vector import (
     least_squares,
     multiplied,
     picked,
+    prefetched,
     product_row,
     put_f32,
     put_i32,
@@ -340,7 +341,6 @@ def _written_out(P, page, first, scales, extra_of, keys, keys_stride, values):
 # ------------------------------------------------------------------------------- attention
 
 
-
 @_compiled
 def _layout(P):
     """Where a worker's scratch has what, in bytes: queries, outputs, scores, maxima, sums,
@@ -584,6 +584,11 @@ def _attend_history(P, W, sequence, head, begin, end, history, rows, position, f
             _attend_tile(P, W, rows, head, valid, start, position, few)
             continue
         page = _p(P, CACHE) + index * _p(P, CACHE_BLOCK) + head * _p(P, CACHE_HEAD)
+        if b + 1 < end:
+            index = get_i32(table + 4 * (b + 1))
+            if get_i32(_p(P, SLOT_OF_BLOCK) + 4 * index) < 0:
+                following = _p(P, CACHE) + index * _p(P, CACHE_BLOCK) + head * _p(P, CACHE_HEAD)
+                prefetched(following, _p(P, PAGE_BYTES))
         first = b == 0 and _p(P, SINKS) > 0
         if few:
             _attend_page(P, W, page, rows, head, first, valid, start, position)
