@@ -23,10 +23,13 @@ def needs_of(sizes, target):
 
 
 @pytest.mark.parametrize(
-    "target",
-    [pytest.param(t, marks=() if t == "sm_90" else pytest.mark.slow) for t in triton_aot.TARGETS],
+    "size, target",
+    [
+        pytest.param(size, t, marks=() if (size, t) == (128, "sm_90") else pytest.mark.slow)
+        for size in (64, 128)
+        for t in triton_aot.TARGETS
+    ],
 )
-@pytest.mark.parametrize("size", [64, 128])
 def test_presets_compile_without_spills(size, target):
     for needed in needs_of((size,), target):
         assert needed.registers > 0, needed

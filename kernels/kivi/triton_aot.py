@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import triton
 from triton import knobs
+from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ..cachegen.triton_aot import TARGETS, Resources
@@ -24,11 +25,11 @@ from . import triton_unpack as unpacking
 from .format import PageFormat
 from .triton_kivi import (
     FUSED,
-    TILING,
     decode_columns,
     decode_options,
     pack_options,
     prefill_options,
+    prefill_rows,
     unpack_options,
     value_tokens,
 )
@@ -89,30 +90,33 @@ def variants(
     formats: dict[str, PageFormat], target: str = "sm_90", grouped: int = 4
 ) -> Iterator[Variant]:
     """Every kernel for every format, as launched on a target; ``grouped`` heads share a KV head."""
-    amd = TARGETS[target].backend == "hip"
     for name, fmt in formats.items():
-        yield from _variants_of(name, page_of(fmt), grouped, amd)
+        yield from _variants_of(name, page_of(fmt), TARGETS[target], grouped)
 
 
-def _variants_of(name: str, page: Page, grouped: int, amd: bool) -> Iterator[Variant]:
+def _variants_of(name: str, page: Page, target: GPUTarget, grouped: int) -> Iterator[Variant]:
     def variant(kernel, options, **constants):
         return Variant(
             f"{kernel.__name__} {name}", kernel, {"PAGE": page, **constants}, options
         )  # fmt: skip
 
     plain = {"CAPPED": False, "SLOPES": False}
+    if page.boosted:
+        yield variant(packing.choose_channels, pack_options(page))
     yield variant(packing.pack_keys, pack_options(page))
     tokens = value_tokens(page)
     yield variant(packing.pack_values, pack_options(page), TOKENS=tokens, DOT=page.kind)
     yield variant(unpacking.unpack_pages, unpack_options(page), DOT=page.kind)
+    amd = target.backend == "hip"
     columns = decode_columns(grouped, amd)
     yield variant(decode.decode_history, decode_options(page), N=columns, DOT=page.kind, **plain)
     merge = {**FUSED, "num_warps": 4}
     yield variant(decode.decode_merge, merge, CAPPED=False, SINKS=False)
+    # On AMD the capability that torch reports is the architecture's: 9 for gfx942.
+    rows = prefill_rows(page, 1 << 20, not amd and target.arch < 90)
     yield variant(
-        prefilling.prefill, prefill_options(page, TILING.rows), M=TILING.rows, DOT=page.kind,
-        SINKS=False, **plain,
-    )  # fmt: skip
+        prefilling.prefill, prefill_options(page, rows), M=rows, DOT=page.kind, SINKS=False, **plain
+    )
 
 
 def compile_for(variant: Variant, target: str):

@@ -31,7 +31,7 @@ class Tiling:
     """How work is split; any choice gives the same result but for rounding.
 
     programs: of ``decode_history`` for a multiprocessor; stretch: tiles of a split, at least;
-    splits: at most; rows: of a tile of ``prefill``.
+    splits: at most; rows: of a tile of ``prefill``, at most.
     """
 
     programs: int = 4
@@ -58,7 +58,7 @@ def value_tokens(page: Page) -> int:
 
 
 def unpack_options(page: Page) -> dict[str, object]:
-    return {**EXACT, "num_warps": _warps(page.channels * page.group, 64)}
+    return {**EXACT, "num_warps": _warps(page.channels * page.group, 32)}
 
 
 def decode_options(page: Page) -> dict[str, object]:
@@ -78,6 +78,19 @@ def operands(page: Page) -> str:
 def decode_columns(grouped: int, amd: bool = torch.version.hip is not None) -> int:
     """Columns of a tile of queries of one KV head: what tensor cores take at least, or more."""
     return max(16 if amd else 8, triton.next_power_of_2(grouped))
+
+
+def prefill_rows(page: Page, queries: int, old: bool) -> int:
+    """Rows of a tile of ``prefill``; old: before Hopper, operands all pass through registers."""
+    most = TILING.rows
+    if old and page.channels * page.group > 4096:
+        most = min(most, 32)
+    return min(most, max(16, triton.next_power_of_2(queries)))
+
+
+@functools.cache
+def _old(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9
 
 
 @functools.cache
@@ -112,6 +125,11 @@ def pack(
     heads = keys.shape[2]
     slots, blocks, fills, firsts = slots.int(), blocks.int(), fills.int(), firsts.int()
     with torch.cuda.device_of(cache):
+        if fmt.boosted:
+            packing.choose_channels[len(blocks), heads](
+                items(keys), slots, data, blocks, fills, firsts, *keys.stride()[:3],
+                *cache.stride()[:2], PAGE=page, **pack_options(page),
+            )  # fmt: skip
         packing.pack_keys[len(blocks), heads, fmt.key_groups](
             items(keys), slots, words, numbers, data, blocks, fills, firsts,
             *keys.stride()[:3], *cache.stride()[:2], PAGE=page, **pack_options(page),
@@ -213,7 +231,7 @@ def attend(
         )  # fmt: skip
         if max_query < 2:
             return
-        rows = min(TILING.rows, max(16, triton.next_power_of_2(max_query * grouped)))
+        rows = prefill_rows(page, max_query * grouped, _old(query.device))
         prefilling.prefill[triton.cdiv(max_query * grouped, rows), kv_heads, sequences](
             query, key, value, *data, *exact, query_start, seq_lens, slopes, sinks, out,
             *numbers, attention.window, grouped, *between["q"], *between["k"], *between["v"],

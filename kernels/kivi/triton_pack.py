@@ -6,7 +6,16 @@ import triton
 import triton.language as tl
 
 from . import format as _format
-from .triton_page import ROWS, load_float, load_operand, rotation_signs, rounded, store_float
+from .triton_page import (
+    ROWS,
+    boosted_channels,
+    boosted_rows,
+    load_float,
+    load_operand,
+    rotation_signs,
+    rounded,
+    store_float,
+)
 
 SHRINK = tl.constexpr(_format.SHRINK)
 ROUNDS = tl.constexpr(_format.ROUNDS)
@@ -90,18 +99,38 @@ def _quantise(x, counted, levels, KIND: tl.constexpr, FIT: tl.constexpr, AXIS: t
 
 
 @triton.jit
-def _widest(keys, stride, fill, sinks, PAGE: tl.constexpr):
-    """(whether a channel is boosted, its row in the second plane), int32 [channels].
+def choose_channels(
+    keys_ptr,  # [slots, B, H, D]
+    slots_ptr,  # int32 [n]
+    bytes_ptr,  # the cache
+    blocks_ptr,  # int32 [n]
+    fills_ptr,  # int32 [n]
+    firsts_ptr,  # int32 [n]
+    slot_stride,
+    token_stride,
+    head_stride,
+    block_bytes,  # of the cache
+    head_bytes,
+    PAGE: tl.constexpr,
+):
+    """The channels with the greatest ``sum over groups of (max - min)^2``, in ascending order.
 
-    A channel's rank is the number of channels that beat it: those with a greater sum of squared
-    ranges, and of equal ones those before it.
+    A channel's rank is the number of channels that beat it: those with a greater sum, and of equal
+    ones those before it. Program (i, head).
     """
+    i = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    fill = tl.load(fills_ptr + i)
+    sinks = tl.where(tl.load(firsts_ptr + i) != 0, PAGE.sinks, 0)
+    keys = keys_ptr + tl.load(slots_ptr + i).to(tl.int64) * slot_stride + head * head_stride
+    data = bytes_ptr + tl.load(blocks_ptr + i).to(tl.int64) * block_bytes + head * head_bytes
     d = tl.arange(0, PAGE.channels)
     total = tl.zeros([PAGE.channels], tl.float32)
     for group in range(PAGE.block // PAGE.group):
         t = group * PAGE.group + tl.arange(0, PAGE.group)
         counted = ((t < fill) & (t >= sinks))[None, :] & (d < PAGE.size)[:, None]
-        x = load_float(keys + t.to(tl.int64)[None, :] * stride + d[:, None], counted, PAGE.kind)
+        at = keys + t.to(tl.int64)[None, :] * token_stride + d[:, None]
+        x = load_float(at, counted, PAGE.kind)
         low, high = _range(x, counted, 1)
         width = tl.reshape(high - low, [PAGE.channels])
         total += width * width
@@ -110,7 +139,8 @@ def _widest(keys, stride, fill, sinks, PAGE: tl.constexpr):
     before = d[:, None] < d[None, :]
     rank = tl.sum(((other > mine) | ((other == mine) & before)).to(tl.int32), 0)
     chosen = (rank < PAGE.boosted).to(tl.int32)
-    return chosen, tl.cumsum(chosen, 0) - chosen
+    row = tl.cumsum(chosen, 0) - chosen
+    tl.store(data + PAGE.boosted_at + row, d.to(tl.uint8), mask=chosen != 0)
 
 
 @triton.jit
@@ -180,8 +210,8 @@ def pack_keys(
 ):
     """``code = round((k - m) / s)`` of one group of tokens, for every channel.
 
-    Program (i, head, group). The first group's also writes which channels are boosted, the exact
-    keys of the sinks, and zeros after them.
+    Program (i, head, group), after ``choose_channels``. The first group's also writes the exact
+    keys of the sinks, and zeros at the end.
     """
     i = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -198,7 +228,7 @@ def pack_keys(
     t = group * PAGE.group + tl.arange(0, PAGE.group)
     real = d < PAGE.size
     if PAGE.boosted:
-        four, row = _widest(keys, token_stride, fill, sinks, PAGE)
+        four, row = boosted_rows(boosted_channels(data, PAGE), PAGE)
         levels = tl.where(four != 0, 15.0, 3.0)[:, None]
     else:
         levels = tl.full([PAGE.channels, 1], (1 << PAGE.key_bits) - 1, tl.float32)
@@ -234,8 +264,6 @@ def pack_keys(
             exact = load_float(source, seen[None, :] & real[:, None], PAGE.kind)
             target = items + PAGE.sink_keys + t[None, :] * PAGE.size + d[:, None]
             store_float(target, exact, (t < PAGE.sinks)[None, :] & real[:, None], PAGE.kind)
-        if PAGE.boosted:
-            tl.store(data + PAGE.boosted_at + row, d.to(tl.uint8), mask=four != 0)
         for start in range(0, PAGE.tail, PAGE.channels):
             empty = data + PAGE.boosted_at + PAGE.boosted + start + d
             tl.store(empty, tl.zeros_like(d).to(tl.uint8), mask=start + d < PAGE.tail)

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from .triton_decode import LOG2_E, first_tile, hidden, risen, shaped
-from .triton_page import load_operand, operand, store_float, turned
-from .triton_unpack import key_tile, value_tile
+from .triton_page import boosted_channels, load_operand, operand, store_float, turned
+from .triton_unpack import boosted_tile, key_tile, value_tile
 
 
 @triton.jit
@@ -78,9 +78,9 @@ def prefill(
     d = tl.arange(0, PAGE.channels)
     real = (d < PAGE.size)[None, :]
     live = (token < new)[:, None] & real
-    at = (begin + token).to(tl.int64)[:, None] * query_token_stride
-    at += query_head[:, None] * query_head_stride + d[None, :]
-    query = load_operand(query_ptr + at, live, PAGE.kind, DOT)
+    rows = query_ptr + (begin + token).to(tl.int64)[:, None] * query_token_stride
+    rows += query_head[:, None] * query_head_stride
+    query = load_operand(rows + d[None, :], live, PAGE.kind, DOT)
     slope = 0.0
     if SLOPES:
         slope = tl.load(slopes_ptr + query_head)[:, None] * LOG2_E
@@ -113,13 +113,21 @@ def prefill(
             words = words_ptr + page // 4
             items = items_ptr + (page // 4) * PAGE.per_word
             within = tile % per_block
-            k = operand(key_tile(words, items, bytes_ptr + page, within, PAGE), DOT)
+            data = bytes_ptr + page
+            k = operand(key_tile(words, items, data, within, False, PAGE), DOT)
             if PAGE.sinks:
                 sink = t < tl.where(tile == 0, PAGE.sinks, 0)
                 at_sink = items + PAGE.sink_keys + t[None, :] * PAGE.size + d[:, None]
                 mask = sink[None, :] & (d < PAGE.size)[:, None]
                 k = tl.where(sink[None, :], load_operand(at_sink, mask, PAGE.kind, DOT), k)
-            logits = shaped(tl.dot(query, k, input_precision="ieee"), scale, soft_cap, CAPPED)
+            logits = tl.dot(query, k, input_precision="ieee")
+            if PAGE.boosted:
+                chosen = boosted_channels(data, PAGE)
+                mask = (token < new)[:, None] & (chosen >= 0)[None, :]
+                few = load_operand(rows + chosen[None, :], mask, PAGE.kind, DOT)
+                extra = operand(boosted_tile(words, items, chosen, within, PAGE), DOT)
+                logits = tl.dot(few, extra, logits, input_precision="ieee")
+            logits = shaped(logits, scale, soft_cap, CAPPED)
             logits = hidden(logits, slope, at_token[None, :] - position[:, None], window, SLOPES)
             logits = tl.where((at_token < history)[None, :], logits, float("-inf"))
             peak, shrunk, p = risen(peak, logits, 1)

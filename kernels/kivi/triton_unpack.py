@@ -17,10 +17,11 @@ from .triton_page import (
 
 
 @triton.jit
-def key_tile(words, items, data, tile, PAGE: tl.constexpr):
+def key_tile(words, items, data, tile, WHOLE: tl.constexpr, PAGE: tl.constexpr):
     """``code * s + m`` of K, float32 [channels, group], of one group of tokens of a page.
 
-    words, items, data: the page in its three views.
+    words, items, data: the page in its three views. Without WHOLE, what ``boosted_tile`` has is
+    left out.
     """
     t = tile * PAGE.group + tl.arange(0, PAGE.group)[None, :]
     r = tl.arange(0, PAGE.rows)[:, None]
@@ -33,13 +34,26 @@ def key_tile(words, items, data, tile, PAGE: tl.constexpr):
     elif PAGE.boosted:
         four, row = boosted_rows(boosted_channels(data, PAGE), PAGE)
         four, row = (four != 0)[:, None], row[:, None]
-        at = words + PAGE.key_extra + (row // ROWS) * PAGE.block + t
-        extra = tl.load(at, mask=four & (t >= 0), other=0) >> (2 * (row % ROWS))
-        codes = tl.where(four, 4 * codes + (extra & 3), codes)
+        codes = tl.where(four, 4 * codes, codes)
+        if WHOLE:
+            at = words + PAGE.key_extra + (row // ROWS) * PAGE.block + t
+            extra = tl.load(at, mask=four & (t >= 0), other=0) >> (2 * (row % ROWS))
+            codes = tl.where(four, codes + (extra & 3), codes)
     at = items + PAGE.key_scale + tile * PAGE.size + d
     scale = load_float(at, d < PAGE.size, PAGE.kind)
     low = load_float(at + (PAGE.key_min - PAGE.key_scale), d < PAGE.size, PAGE.kind)
     return codes.to(tl.float32) * scale[:, None] + low[:, None]
+
+
+@triton.jit
+def boosted_tile(words, items, chosen, tile, PAGE: tl.constexpr):
+    """``code * s`` of the second plane of K, float32 [boosted, group], of the chosen channels."""
+    r = tl.arange(0, PAGE.boosted_padded // ROWS)[:, None]
+    t = tile * PAGE.group + tl.arange(0, PAGE.group)[None, :]
+    at = words + PAGE.key_extra + r * PAGE.block + t
+    codes = plane_codes(tl.load(at, mask=(r < PAGE.boosted // ROWS) & (t >= 0), other=0))
+    at = items + PAGE.key_scale + tile * PAGE.size + chosen
+    return codes.to(tl.float32) * load_float(at, chosen >= 0, PAGE.kind)[:, None]
 
 
 @triton.jit
@@ -110,7 +124,7 @@ def unpack_pages(
 
     d = tl.arange(0, PAGE.channels)
     t = tile * PAGE.group + tl.arange(0, PAGE.group)
-    x = key_tile(words, items, bytes_ptr + page, tile, PAGE)
+    x = key_tile(words, items, bytes_ptr + page, tile, True, PAGE)
     if PAGE.sinks:
         sink = t < tl.where(tl.load(firsts_ptr + i) != 0, PAGE.sinks, 0)
         at = items + PAGE.sink_keys + t[None, :] * PAGE.size + d[:, None]
