@@ -83,7 +83,9 @@ def decode_columns(grouped: int, amd: bool = torch.version.hip is not None) -> i
 def prefill_rows(page: Page, queries: int, old: bool) -> int:
     """Rows of a tile of ``prefill``; old: before Hopper, operands all pass through registers."""
     most = TILING.rows
-    if old and page.channels * page.group > 4096:
+    # More would spill registers.
+    large = page.channels * page.group > 4096
+    if (old and (large or page.rotated)) or (large and page.rotated):
         most = min(most, 32)
     return min(most, max(16, triton.next_power_of_2(queries)))
 

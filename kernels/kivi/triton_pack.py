@@ -70,7 +70,7 @@ def _quantise(x, counted, levels, KIND: tl.constexpr, FIT: tl.constexpr, AXIS: t
         rounds: tl.constexpr = FIT_ROUNDS if FIT == "unbiased" else ROUNDS
         half = (high - low) * (shrink / 2)
         scale = tl.div_rn(half * 2, levels + tl.zeros_like(half))
-        low = (high + low) / 2 - half
+        low = (high + low) * 0.5 - half
         count = tl.maximum(tl.sum(counted.to(tl.float32), AXIS, keep_dims=True), 1.0)
         x_mean = tl.div_rn(tl.sum(x, AXIS, keep_dims=True), count)
         # A loop at run time: unrolled, its rounds would share registers.
@@ -169,7 +169,7 @@ def _quantise_rotated(x, levels: tl.constexpr, DOT: tl.constexpr, PAGE: tl.const
     first: tl.constexpr = FIRST_RMS if PAGE.value_bits == 2 else FIRST_RMS_4BIT
     real = (tl.arange(0, PAGE.channels) < PAGE.size)[None, :]
     energy = tl.sum(y * y, 1, keep_dims=True)
-    scale = tl.sqrt_rn(energy / PAGE.size) * first
+    scale = tl.sqrt_rn(tl.div_rn(energy, PAGE.size + tl.zeros_like(energy))) * first
     for _ in range(FIT_ROUNDS):
         c = tl.where(real, _centred(y, scale, levels), 0.0)
         square = tl.sum(c * c, 1, keep_dims=True)
