@@ -79,8 +79,7 @@ def presets(
     for size in sizes:
         balanced = {"group": 64, "boosted": size // 4, "sinks": 1}
         found[f"kivi {size}"] = PageFormat(128, size, dtype)
-        found[f"balanced {size}"] = PageFormat(128, size, dtype, fit="squares", **balanced)
-        found[f"rotated {size}"] = PageFormat(
+        found[f"balanced {size}"] = PageFormat(
             128, size, dtype, fit="unbiased", rotated=True, **balanced
         )
     return found

@@ -241,3 +241,7 @@ def attend(
             SINKS=attention.sinks is not None, **common, **matrices,
             **prefill_options(page, rows),
         )  # fmt: skip
+
+
+def warm_up() -> None:
+    """Triton compiles a kernel when it is first launched, and keeps it in a cache on disk."""

@@ -17,8 +17,6 @@ from .triton_page import (
     store_float,
 )
 
-SHRINK = tl.constexpr(_format.SHRINK)
-ROUNDS = tl.constexpr(_format.ROUNDS)
 FIT_SHRINK = tl.constexpr(_format.FIT_SHRINK)
 FIT_ROUNDS = tl.constexpr(_format.FIT_ROUNDS)
 FIT_LIMIT = tl.constexpr(_format.FIT_LIMIT)
@@ -66,15 +64,13 @@ def _quantise(x, counted, levels, KIND: tl.constexpr, FIT: tl.constexpr, AXIS: t
         scale = rounded(tl.div_rn(rounded(high - low, KIND), levels + tl.zeros_like(low)), KIND)
         codes = _codes(x, counted, scale, low, levels, KIND)
     else:
-        shrink: tl.constexpr = FIT_SHRINK if FIT == "unbiased" else SHRINK
-        rounds: tl.constexpr = FIT_ROUNDS if FIT == "unbiased" else ROUNDS
-        half = (high - low) * (shrink / 2)
+        half = (high - low) * (FIT_SHRINK / 2)
         scale = tl.div_rn(half * 2, levels + tl.zeros_like(half))
         low = (high + low) * 0.5 - half
         count = tl.maximum(tl.sum(counted.to(tl.float32), AXIS, keep_dims=True), 1.0)
         x_mean = tl.div_rn(tl.sum(x, AXIS, keep_dims=True), count)
         # A loop at run time: unrolled, its rounds would share registers.
-        for _ in range(rounds):
+        for _ in range(FIT_ROUNDS):
             codes = _codes(x, counted, scale, low, levels, "fp32")
             code_mean = tl.div_rn(tl.sum(codes, AXIS, keep_dims=True), count)
             spread = tl.where(counted, codes - code_mean, 0.0)
@@ -86,15 +82,14 @@ def _quantise(x, counted, levels, KIND: tl.constexpr, FIT: tl.constexpr, AXIS: t
             low = tl.where(fits, x_mean - slope * code_mean, low)
         scale, low = rounded(scale, KIND), rounded(low, KIND)
         codes = _codes(x, counted, scale, low, levels, "fp32")
-        if FIT == "unbiased":
-            code_mean = tl.div_rn(tl.sum(codes, AXIS, keep_dims=True), count)
-            spread = tl.where(counted, x - x_mean, 0.0)
-            product = tl.sum(spread * (codes - code_mean), AXIS, keep_dims=True)
-            energy = tl.sum(spread * spread, AXIS, keep_dims=True)
-            stretched = tl.div_rn(energy, tl.where(product > 0, product, 1.0))
-            fits = (product > 0) & (stretched < FIT_LIMIT * scale)
-            scale = rounded(tl.where(fits, stretched, scale), KIND)
-            low = rounded(tl.where(fits, x_mean - stretched * code_mean, low), KIND)
+        code_mean = tl.div_rn(tl.sum(codes, AXIS, keep_dims=True), count)
+        spread = tl.where(counted, x - x_mean, 0.0)
+        product = tl.sum(spread * (codes - code_mean), AXIS, keep_dims=True)
+        energy = tl.sum(spread * spread, AXIS, keep_dims=True)
+        stretched = tl.div_rn(energy, tl.where(product > 0, product, 1.0))
+        fits = (product > 0) & (stretched < FIT_LIMIT * scale)
+        scale = rounded(tl.where(fits, stretched, scale), KIND)
+        low = rounded(tl.where(fits, x_mean - stretched * code_mean, low), KIND)
     return codes.to(tl.int32), scale, low
 
 
