@@ -25,11 +25,8 @@ HEADS, KV_HEADS, SIZE, BLOCK = 9, 3, 64, 128
 BF16 = torch.bfloat16
 SCALE = SIZE**-0.5
 PRESETS = {
-    "published, G 32": PageFormat(BLOCK, SIZE, BF16),
-    "boosted 16, G 64, squares": PageFormat(
-        BLOCK, SIZE, BF16, 64, boosted=16, sinks=1, fit="squares"
-    ),
-    "boosted 16, G 64, rotated": PageFormat(
+    "kivi, G 32": PageFormat(BLOCK, SIZE, BF16),
+    "balanced": PageFormat(
         BLOCK, SIZE, BF16, 64, boosted=16, sinks=1, fit="unbiased", rotated=True
     ),
 }

@@ -1,7 +1,7 @@
 """Kernels of KIVI pages and the one place that chooses among their implementations.
 
 An implementation is a module with ``pack``, ``unpack`` and ``attend``, as ``reference`` defines
-them.
+them, and ``warm_up``, which compiles what they need.
 """
 
 from __future__ import annotations

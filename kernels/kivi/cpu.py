@@ -69,7 +69,7 @@ _compiled = njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpyt
 _LOG2E = math.log2(math.e)
 _KIND = {torch.bfloat16: vec.BF16, torch.float16: vec.FP16, torch.float32: vec.FP32}
 _BF16, _FP16, _FP32 = vec.BF16, vec.FP16, vec.FP32
-_MINMAX, _SQUARES, _UNBIASED = range(3)
+_UNBIASED = form.FITS.index("unbiased")
 _MINUS_INF = np.float32(-np.inf)
 
 FEW_ROWS = 16
@@ -773,12 +773,9 @@ def _fitted(P, values, stride, count, low, scale, top):
     """From the least values and the greatest of eight groups, their minima and scales, not yet
     rounded. Values of a group stand in a column."""
     count = kept_outside(count)
-    fit = _p(P, FIT)
-    if fit != _MINMAX:
-        shrink, rounds = np.float32(form.SHRINK), form.ROUNDS
-        if fit == _UNBIASED:
-            shrink, rounds = np.float32(form.FIT_SHRINK), form.FIT_ROUNDS
-        least_squares(values, stride, count, low, scale, top, shrink, rounds)
+    if _p(P, FIT) == _UNBIASED:
+        shrink = np.float32(form.FIT_SHRINK)
+        least_squares(values, stride, count, low, scale, top, shrink, form.FIT_ROUNDS)
 
 
 @_compiled
@@ -800,7 +797,7 @@ def _rounded_scales(P, low, scale, top, count, spare):
     """Minima and scales, rounded to the dtype, from what ``_fitted`` leaves."""
     count = kept_outside(count)
     kind = _p(P, KIND)
-    if _p(P, FIT) == _MINMAX:
+    if _p(P, FIT) != _UNBIASED:
         for i in range(count):
             put_f32(scale + 4 * i, get_f32(scale + 4 * i) - get_f32(low + 4 * i))
         _rounded_row(kind, scale, count, spare)
@@ -921,7 +918,7 @@ def _pack_keys(P, W, source, page, fill, first):
     _narrow(kind, keys, 4 * size, page + _p(P, SINK_KEYS), (2 + 2 * (kind == _FP32)) * size, sinks,
             size)  # fmt: skip
 
-    if _p(P, FIT) != _MINMAX:
+    if _p(P, FIT) == _UNBIASED:
         kind = _FP32
     j = 0
     for c in range(size):
@@ -1040,7 +1037,7 @@ def _pack_values(P, W, source, page, fill, first):
         _fit_rotated(P, W, page, sinks, fill)
     else:
         _fit_values(P, W, page, fill)
-    if _p(P, ROTATED) or _p(P, FIT) != _MINMAX:
+    if _p(P, ROTATED) or _p(P, FIT) == _UNBIASED:
         kind = _FP32
     for t in range(fill):
         place = 2 * (t % 16)
@@ -1211,6 +1208,12 @@ def _code_blocks(
     p[TASKS] = len(blocks) * cache.shape[1]
     plan(_local.address)
     _run(worker, _local)
+
+
+def warm_up() -> None:
+    """Compile everything, or load it from numba's cache, so that no request waits for it."""
+    for name in ("pack", "unpack", "attend"):
+        _code(name)
 
 
 def pack(

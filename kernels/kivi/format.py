@@ -55,13 +55,7 @@ GROUPS = (32, 64, 128)
 BITS = (2, 4)
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FITS = ("minmax", "squares", "unbiased")
-
-SHRINK = 0.8
-"""``squares``: the first range, as a share of the group's, about its middle."""
-
-ROUNDS = 3
-"""``squares``: how often scale and minimum are fitted to the codes, and the codes to them."""
+FITS = ("minmax", "unbiased")
 
 FIT_SHRINK = 0.9
 """``unbiased``: the first range, as a share of the group's, about its middle."""
@@ -112,8 +106,8 @@ class PageFormat:
     sinks: int = 0
     """Tokens at the start of a sequence whose K stay exact."""
     fit: str = "minmax"
-    """How scales are found: ``minmax`` as published, ``squares`` by least squared error, or
-    ``unbiased``, the same without what it shrinks values by."""
+    """How scales are found: ``minmax`` as published, or ``unbiased``, by least squared error and
+    without what that shrinks values by."""
     rotated: bool = False
     """Whether V is rotated and coded symmetrically, with one group a token."""
 

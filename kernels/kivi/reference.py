@@ -7,11 +7,12 @@ the page of one head contiguous.
 Rounding. With ``fit="minmax"`` every operation is one in the model's dtype, rounded to it, as the
 published kernels do them: ``m = min``, ``s = (max - m) / (2**bits - 1)``,
 ``code = round(clamp((x - m) / s, 0, 2**bits - 1))``, ties to even. Where the published method
-divides by zero, in a group whose values are all equal, the code is zero. With ``fit="squares"``
-arithmetic is in float32, and the codes are found again after ``s`` and ``m`` are rounded to the
-model's dtype. ``fit="unbiased"`` then stretches the scale, for the same codes, so that the error is
-uncorrelated with the codes' values: least squares shrinks values, and attention, which averages
-over tokens, would not average that away. Unpacking, ``code * s + m``, is in float32.
+divides by zero, in a group whose values are all equal, the code is zero. With ``fit="unbiased"``
+arithmetic is in float32. Scale and minimum are fitted to the codes by least squares, and the codes
+are found again after both are rounded to the model's dtype. Then the scale is stretched, for the
+same codes, so that the error is uncorrelated with the codes' values: least squares shrinks values,
+and attention, which averages over tokens, would not average that away. Unpacking,
+``code * s + m``, is in float32.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from .format import (
     FIT_LIMIT,
     FIT_ROUNDS,
     FIT_SHRINK,
-    ROUNDS,
     ROWS,
-    SHRINK,
     PageFormat,
     rotation,
 )
+
+
+def warm_up() -> None:
+    """Nothing is compiled."""
 
 
 def pages_of(fmt: PageFormat, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
@@ -165,12 +168,11 @@ def _quantise(
         return _codes(x, counted, scale, low, levels), scale, low
     x = torch.where(counted, x.float(), 0)
     low, high = low.float(), high.float()
-    unbiased = fmt.fit == "unbiased"
-    half = (high - low) * ((FIT_SHRINK if unbiased else SHRINK) / 2)
+    half = (high - low) * (FIT_SHRINK / 2)
     scale, low = half * 2 / levels, (high + low) / 2 - half
     count = counted.sum(dim, keepdim=True).float().clamp_min(1)
     x_mean = x.sum(dim, keepdim=True) / count
-    for _ in range(FIT_ROUNDS if unbiased else ROUNDS):
+    for _ in range(FIT_ROUNDS):
         codes = _codes(x, counted, scale, low, levels).float()
         code_mean = codes.sum(dim, keepdim=True) / count
         spread = torch.where(counted, codes - code_mean, 0)
@@ -181,16 +183,15 @@ def _quantise(
         low = torch.where(fits, x_mean - slope * code_mean, low)
     scale, low = scale.to(fmt.dtype), low.to(fmt.dtype)
     codes = _codes(x, counted, scale.float(), low.float(), levels)
-    if unbiased:
-        c = codes.float()
-        code_mean = c.sum(dim, keepdim=True) / count
-        spread = torch.where(counted, x - x_mean, 0)
-        product = (spread * (c - code_mean)).sum(dim, keepdim=True)
-        stretched = (spread * spread).sum(dim, keepdim=True) / product
-        fits = (product > 0) & (stretched < FIT_LIMIT * scale.float())
-        scale = torch.where(fits, stretched, scale.float())
-        low = torch.where(fits, x_mean - stretched * code_mean, low.float())
-        scale, low = scale.to(fmt.dtype), low.to(fmt.dtype)
+    c = codes.float()
+    code_mean = c.sum(dim, keepdim=True) / count
+    spread = torch.where(counted, x - x_mean, 0)
+    product = (spread * (c - code_mean)).sum(dim, keepdim=True)
+    stretched = (spread * spread).sum(dim, keepdim=True) / product
+    fits = (product > 0) & (stretched < FIT_LIMIT * scale.float())
+    scale = torch.where(fits, stretched, scale.float())
+    low = torch.where(fits, x_mean - stretched * code_mean, low.float())
+    scale, low = scale.to(fmt.dtype), low.to(fmt.dtype)
     return codes, scale, low
 
 

@@ -152,6 +152,7 @@ class KiviMetadataBuilder(AttentionMetadataBuilder[KiviMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = [compat.attention_layer(vllm_config, name) for name in layer_names]
         self._group = PooledGroup.of(layers, kv_cache_spec.block_size, vllm_config)
+        implementation(device).warm_up()
 
     def build(
         self,
