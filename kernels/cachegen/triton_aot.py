@@ -5,30 +5,19 @@ What a variant of a kernel is compiled with equals what ``triton_codec.py`` laun
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import triton
-from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ..triton_aot import TARGETS, Resources, resources_of
 from . import format as fmt
 from . import triton_lanes as lanes
 from . import triton_layout as layout
 from . import triton_quantise as quantise
 from .triton_codec import BLOCKS
 from .triton_common import EXACT
-
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
 
 _ITEMS = {1: "*u8", 2: "*i16", 4: "*i32"}
 # Types of the pointers that are not items of the tensor or int32.
@@ -67,20 +56,6 @@ class Variant:
             else:
                 signature[name] = "i32"
         return signature
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What a compiled kernel needs: registers a thread, spilled bytes a thread (on AMD: registers),
-    stack bytes a thread, shared memory bytes a program, and its warps."""
-
-    kernel: str
-    target: str
-    registers: int
-    spills: int
-    stack: int
-    shared: int
-    warps: int
 
 
 def variants(dtypes: tuple[str, ...] = tuple(fmt.DTYPES)) -> Iterator[Variant]:
@@ -148,29 +123,4 @@ def compile_for(variant: Variant, target: str):
 
 def resources(variant: Variant, target: str) -> Resources:
     """Compile a kernel and read what it needs from its binary."""
-    compiled = compile_for(variant, target)
-    warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
-    if TARGETS[target].backend == "hip":
-        text = compiled.asm["amdgcn"]
-
-        def number(name):
-            return int(re.search(rf"\.{name}:\s*(\d+)", text).group(1))
-
-        spills = number("vgpr_spill_count") + number("sgpr_spill_count")
-        stack = number("private_segment_fixed_size")
-        return Resources(variant.name, target, number("vgpr_count"), spills, stack, shared, warps)
-    used = _usage(compiled.asm["cubin"])
-    # A thread spills to its stack frame or local memory; these kernels have nothing else there.
-    return Resources(
-        variant.name, target, used["REG"], used["STACK"] + used["LOCAL"], used["STACK"],
-        shared, warps,
-    )  # fmt: skip
-
-
-def _usage(cubin: bytes) -> dict[str, int]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", report)}
+    return resources_of(compile_for(variant, target), variant.name, target)

@@ -5,19 +5,15 @@ What a variant of a kernel is compiled with equals what ``triton_kivi.py`` launc
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import triton
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ..cachegen.triton_aot import TARGETS, Resources
+from ..triton_aot import TARGETS, Resources, resources_of
 from . import triton_decode as decode
 from . import triton_pack as packing
 from . import triton_prefill as prefilling
@@ -135,21 +131,4 @@ def compile_for(variant: Variant, target: str):
 
 def resources(variant: Variant, target: str) -> Resources:
     """Compile a kernel and read what it needs from its binary."""
-    compiled = compile_for(variant, target)
-    warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
-    if TARGETS[target].backend == "hip":
-        text = compiled.asm["amdgcn"]
-        names = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
-        used = {name: int(re.search(rf"\.{name}:\s*(\d+)", text).group(1)) for name in names}
-        spills = used["vgpr_spill_count"] + used["sgpr_spill_count"]
-        stack = used["private_segment_fixed_size"]
-        return Resources(variant.name, target, used["vgpr_count"], spills, stack, shared, warps)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    used = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
-    # A thread spills to its stack frame or local memory; these kernels have nothing else there.
-    spills = used["STACK"] + used["LOCAL"]
-    return Resources(variant.name, target, used["REG"], spills, used["STACK"], shared, warps)
+    return resources_of(compile_for(variant, target), variant.name, target)
