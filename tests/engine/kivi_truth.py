@@ -38,6 +38,7 @@ class Memory:
         self.kv_heads = kv_heads
         self.exact: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # [tokens, heads, size]
         self.pages: dict[int, torch.Tensor] = {}  # uint8 [1, heads, tokens, token_bytes]
+        self.read: dict[int, tuple[torch.Tensor, ...]] = {}  # what pages give, once it was asked
         self.fills: dict[int, int] = {}
         self.firsts: dict[int, int] = {}
 
@@ -54,6 +55,7 @@ class Memory:
             fmt, key[None], value[None], _ints(0), page, _ints(0), _ints(fill), _ints(first)
         )
         self.pages[block] = page
+        self.read.pop(block, None)
         self.firsts[block] = first
 
     def _unpack(self, block: int, fill: int, first: int) -> None:
@@ -119,8 +121,11 @@ class Memory:
             else:
                 first = int(column == 0)
                 assert first == self.firsts[block]
-                packed = reference.dequantise(self.fmt, self.pages[block], _ints(0), _ints(first))
-                key, value = (part[0].transpose(0, 1) for part in packed)
+                if block not in self.read:
+                    page = self.pages[block]
+                    packed = reference.dequantise(self.fmt, page, _ints(0), _ints(first))
+                    self.read[block] = tuple(part[0].transpose(0, 1) for part in packed)
+                key, value = self.read[block]
             parts.append((key[:fill].float(), value[:fill].float()))
         if not parts:
             empty = torch.zeros(0, self.kv_heads, self.fmt.head_size)
@@ -467,6 +472,8 @@ def errors(recording: Recording, truth: Replay) -> list[float]:
     """By how much the log-probability of the likeliest token, of each sequence of each step,
     differs between the engine and the truth."""
     found = []
+    # The engine has bound this process to one core, and hidden the function by its usual name.
+    torch._C.set_num_threads(1)
     with torch.inference_mode():
         for step in recording.steps:
             expected = truth.step(step).log_softmax(-1)
