@@ -11,7 +11,14 @@ import pytest
 
 from vllm_kvcompress import cli
 from vllm_kvcompress.codecs import codec_names
-from vllm_kvcompress.config import PASSED_TO_VLLM, OffloadSettings
+from vllm_kvcompress.config import (
+    IN_PLACE,
+    KIVI_DTYPES,
+    PASSED_TO_VLLM,
+    PRESETS,
+    KiviSettings,
+    OffloadSettings,
+)
 from vllm_kvcompress.kernels.cachegen import format as cachegen
 from vllm_kvcompress.stores import disk, memory, store_types
 
@@ -25,7 +32,9 @@ def named() -> dict[str, set[str]]:
     settings = {field.name for field in dataclasses.fields(OffloadSettings)}
     stores = (memory.MemoryStore, disk.DiskStore)
     return {
-        "settings": settings | set(PASSED_TO_VLLM),
+        "settings": settings | {*PASSED_TO_VLLM, IN_PLACE},
+        "KIVI settings": {field.name for field in dataclasses.fields(KiviSettings)},
+        "KIVI dtypes and presets": {*KIVI_DTYPES, *PRESETS},
         "codecs": set(codec_names()),
         "levels": set(cachegen.LEVELS),
         "store types": set(store_types()),
@@ -37,7 +46,17 @@ def named() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize(
     "kind",
-    ["settings", "codecs", "levels", "store types", "store settings", "metrics", "commands"],
+    [
+        "settings",
+        "KIVI settings",
+        "KIVI dtypes and presets",
+        "codecs",
+        "levels",
+        "store types",
+        "store settings",
+        "metrics",
+        "commands",
+    ],
 )
 def test_readme_names_all(kind):
     words = set(re.findall(r"\w+", README))
