@@ -1115,49 +1115,87 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def _worker(name, sources):
-    """The C function that takes tasks of a kind until there are none left."""
-    task_of = {"attend": _attend_task, "pack": _pack_task, "unpack": _unpack_task}[name]
+@_compiled
+def _scratch(P):
+    """The scratch memory of the worker that asks."""
+    return _p(P, SCRATCH) + fetch_add(P + 8 * WORKER, 1) * _p(P, SCRATCH_BYTES)
 
-    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+
+@_compiled
+def _next(P):
+    """The next task, or one behind the last."""
+    return fetch_add(P + 8 * NEXT, 1)
+
+
+_worker = functools.partial(cfunc, types.void(types.int64), cache=True, error_model="numpy")
+_planner = functools.partial(
+    njit, types.int64(types.int64), nogil=True, cache=True, error_model="numpy"
+)
+
+# Functions of an entry point: the planner, called from Python before the workers, completes the
+# parameters; a worker takes tasks until there are none left. Their only free variable is the digest
+# of the sources: numba's cache takes a function's free variables for a part of it, and those that
+# are compiled functions themselves would look new in every process.
+
+
+def _pack_code(sources):
+    @_planner()
+    def plan(P):
+        _ = sources
+        put_i64(P + 8 * SCRATCH_BYTES, _pack_layout(P)[-1])
+        return 0
+
+    @_worker()
     def work(P):
         _ = sources
-        W = _p(P, SCRATCH) + fetch_add(P + 8 * WORKER, 1) * _p(P, SCRATCH_BYTES)
-        tasks = _p(P, TASKS)
-        task = fetch_add(P + 8 * NEXT, 1)
-        while task < tasks:
-            task_of(P, W, task)
-            task = fetch_add(P + 8 * NEXT, 1)
+        W, task = _scratch(P), _next(P)
+        while task < _p(P, TASKS):
+            _pack_task(P, W, task)
+            task = _next(P)
 
-    return work
+    return plan, work
 
 
-def _planner(name, sources):
-    """What is called from Python before a worker: it completes the parameters."""
-    layout = {"pack": _pack_layout, "unpack": _unpack_layout}.get(name)
+def _unpack_code(sources):
+    @_planner()
+    def plan(P):
+        _ = sources
+        put_i64(P + 8 * SCRATCH_BYTES, _unpack_layout(P)[-1])
+        return 0
 
-    if layout is None:
+    @_worker()
+    def work(P):
+        _ = sources
+        W, task = _scratch(P), _next(P)
+        while task < _p(P, TASKS):
+            _unpack_task(P, W, task)
+            task = _next(P)
 
-        @njit(types.int64(types.int64), nogil=True, cache=True, error_model="numpy")
-        def plan(P):
-            _ = sources
-            return _plan_attend(P)
+    return plan, work
 
-    else:
 
-        @njit(types.int64(types.int64), nogil=True, cache=True, error_model="numpy")
-        def plan(P):
-            _ = sources
-            put_i64(P + 8 * SCRATCH_BYTES, layout(P)[-1])
-            return 0
+def _attend_code(sources):
+    @_planner()
+    def plan(P):
+        _ = sources
+        return _plan_attend(P)
 
-    return plan
+    @_worker()
+    def work(P):
+        _ = sources
+        W, task = _scratch(P), _next(P)
+        while task < _p(P, TASKS):
+            _attend_task(P, W, task)
+            task = _next(P)
+
+    return plan, work
 
 
 @functools.cache
 def _code(name: str):
-    """The planner and the address of the worker; compiled, or loaded from numba's cache."""
-    return _planner(name, _sources()), _worker(name, _sources())
+    """The planner and the worker of an entry point; compiled, or loaded from numba's cache."""
+    make = {"pack": _pack_code, "unpack": _unpack_code, "attend": _attend_code}[name]
+    return make(_sources())
 
 
 def _run(worker, local: _Local) -> None:
