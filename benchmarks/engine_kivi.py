@@ -1,6 +1,6 @@
 """KIVI pages in the real engine against its own bf16 pages: speed, log-probabilities, retrieval.
 
-    python benchmarks/engine_kivi.py speed [--context 8192] [--batch 1 4 8] [--prefill 4096]
+    python benchmarks/engine_kivi.py speed [--context 7936] [--batch 1 4 8] [--prefill 4096]
     python benchmarks/engine_kivi.py logprobs [--windows 2]
     python benchmarks/engine_kivi.py passkey [--lengths 2048 4096 8192] [--trials 2]
 
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument(
         "--settings", nargs="+", choices=SETTINGS, default=["bf16", "balanced", "kivi G32"]
     )
-    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--context", type=int, default=7936)
     parser.add_argument("--prefill", type=int, default=4096)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--tokens", type=int, default=16)
