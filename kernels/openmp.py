@@ -9,34 +9,27 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-_RUNTIMES = re.compile(r"lib(gomp|iomp5|omp)\b")
 
+def _scopes() -> list[str | None]:
+    """Where to look for the runtime's symbols: the process itself, which has those of a library
+    that was preloaded, then torch with what it depends on.
 
-def _loaded() -> list[str | None]:
-    """The process itself, which has the symbols of what it loaded for all, then its runtimes."""
-    found: list[str | None] = [None]
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return found
-    for line in lines:
-        path = line.split(maxsplit=5)[5:]
-        if path and _RUNTIMES.search(Path(path[0]).name) and path[0] not in found:
-            found.append(path[0])
-    return found
+    Other packages bring runtimes of their own, whose threads are others.
+    """
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    return [None, str(library)] if library.exists() else [None]
 
 
 @functools.cache
 def _parallel() -> Callable[..., None] | None:
     """``GOMP_parallel`` of the loaded runtime (libgomp, and LLVM's and Intel's have it too)."""
     torch.get_num_threads()
-    for name in _loaded():
+    for name in _scopes():
         try:
             parallel = ctypes.CDLL(name).GOMP_parallel
         except (OSError, AttributeError):
