@@ -206,7 +206,8 @@ def passkey(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=["speed", "logprobs", "passkey"])
+    kinds = ["speed", "logprobs", "passkey"]
+    parser.add_argument("what", nargs="?", choices=kinds, default="speed")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument(
         "--settings", nargs="+", choices=SETTINGS, default=["bf16", "balanced", "kivi G32"]
