@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -137,6 +138,9 @@ def running_engine(
                 },
             )
         )
+        # vLLM takes torch.set_num_threads away. The models are tiny, and threads that wait for each
+        # other spin.
+        torch._C.set_num_threads(1)
         yield engine
     finally:
         if engine is not None:
