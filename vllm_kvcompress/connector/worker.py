@@ -60,8 +60,6 @@ class _LoadJob:
     remaining: int
     raw_bytes: int = 0
     futures: list = field(default_factory=list)
-    deferred: list[Callable[[], None]] = field(default_factory=list)
-    """What is left for the model's own thread before the blocks can be used."""
 
 
 def _finish_writes(device: torch.device) -> None:
@@ -128,7 +126,7 @@ class ChunkWorker(OffloadingWorker):
         self._staged: dict[bytes, Snapshot] = {}  # key -> what waits for its encoder
         self._staged_bytes = 0
         self._load_jobs: dict[int, _LoadJob] = {}
-        self._deferred: list[Callable[[], None]] = []  # of loads that are over but for these
+        self._deferred: list[Callable[[], None]] = []  # what loads leave for the model's thread
         self._finished: list[TransferResult] = []
         self._report = WorkerReport()
         self._logged: set[str] = set()
@@ -198,9 +196,10 @@ class ChunkWorker(OffloadingWorker):
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        self._finish_deferred()
         with self._lock:
             finished, self._finished = self._finished, []
+        # After that: a load that ends in between is reported, with its rest done, the next time.
+        self._finish_deferred()
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
@@ -303,7 +302,7 @@ class ChunkWorker(OffloadingWorker):
                 with beside_the_model(chunk.group.device):
                     if written is not None:
                         torch.cuda.current_stream().wait_event(written)
-                    raw_bytes = self._load_chunk(job_id, chunk)
+                    raw_bytes = self._load_chunk(chunk)
         except LoadFailed as failure:
             self._fail(job_id, chunk.key, str(failure))
         except Exception:
@@ -313,11 +312,11 @@ class ChunkWorker(OffloadingWorker):
             self._measure_stores()
             self._load_done(job_id, raw_bytes)
 
-    def _load_chunk(self, job_id: int, chunk: ChunkBlocks) -> int:
+    def _load_chunk(self, chunk: ChunkBlocks) -> int:
         with self._lock:
             staged = self._staged.get(chunk.key)
         if staged is not None:
-            return self._write(job_id, chunk, staged)
+            return self._write(chunk, staged)
 
         key = rank_key(chunk.key, self._rank)
         try:
@@ -340,7 +339,7 @@ class ChunkWorker(OffloadingWorker):
             self._log_once("foreign", "%s; it was removed", error)
             self._remove(key)
             raise LoadFailed("foreign") from error
-        raw_bytes = self._write(job_id, chunk, content)
+        raw_bytes = self._write(chunk, content)
         seconds = time.thread_time() - started
         with self._lock:
             count = self._report.counters
@@ -350,7 +349,7 @@ class ChunkWorker(OffloadingWorker):
             count["decode_seconds", ()] += seconds
         return raw_bytes
 
-    def _write(self, job_id: int, chunk: ChunkBlocks, content: Content) -> int:
+    def _write(self, chunk: ChunkBlocks, content: Content) -> int:
         """Write a chunk's blocks into vLLM's pool; returns their bytes.
 
         What is held are the last blocks of the chunk. Raises LoadFailed if more are wanted.
@@ -363,7 +362,7 @@ class ChunkWorker(OffloadingWorker):
             deferred = content.write(place, block, chunk.index + offset == 0)
             if deferred is not None:
                 with self._lock:
-                    self._load_jobs[job_id].deferred.append(deferred)
+                    self._deferred.append(deferred)
         _finish_writes(chunk.group.device)
         return content.nbytes * len(chunk.block_ids) // content.blocks
 
@@ -383,7 +382,6 @@ class ChunkWorker(OffloadingWorker):
             if job.remaining:
                 return
             del self._load_jobs[job_id]
-            self._deferred += job.deferred
             self._finished.append(
                 TransferResult(
                     job_id=job_id,
