@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from vllm_kvcompress.attention.residual import ResidualPool, StepInput, StepPlan, slots_for
+from vllm_kvcompress.attention.residual import (
+    ResidualPool,
+    StepInput,
+    StepPlan,
+    new_lives,
+    slots_for,
+)
 
 
 class Memory:
@@ -233,7 +239,7 @@ class Scheduler:
             slot_mapping=np.array(mapping, np.int64),
         )
         self.pool.finish_step()
-        for block in self.pool.new_lives(given):
+        for block in new_lives(given.slot_mapping, self.pool.block_tokens):
             self.pool.drop(block)
         plan = self.pool.plan(given)
         self.check_pool(plan)
@@ -368,7 +374,7 @@ def lines_of_a_decode(slots: int, cached: int) -> tuple[int, int]:
         for length in range(1, 8 * size + 1):
             given = decode_input(columns[(length - 1) // size], length, columns, size)
             pool.finish_step()
-            for block in pool.new_lives(given):
+            for block in new_lives(given.slot_mapping, pool.block_tokens):
                 pool.drop(block)
             pool.plan(given)
     finally:

@@ -26,7 +26,13 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from vllm_kvcompress import compat
-from vllm_kvcompress.attention.residual import ResidualPool, StepInput, StepPlan, slots_for
+from vllm_kvcompress.attention.residual import (
+    ResidualPool,
+    StepInput,
+    StepPlan,
+    new_lives,
+    slots_for,
+)
 from vllm_kvcompress.config import KIVI_DTYPES, KiviSettings
 from vllm_kvcompress.kernels.kivi import implementation
 from vllm_kvcompress.kernels.kivi.attention import Attention
@@ -36,8 +42,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(compat.LOGGER_NAME)
-
-DEFAULT_BLOCK_TOKENS = 128
 
 
 class KiviBackend(AttentionBackend):
@@ -109,7 +113,7 @@ class _Active:
             settings=KiviSettings.parse(vllm_config.additional_config),
             cache_dtype=cache.cache_dtype,
             model_dtype=vllm_config.model_config.dtype,
-            block_tokens=cache.block_size or DEFAULT_BLOCK_TOKENS,
+            block_tokens=cache.block_size,
         )
 
 
@@ -196,19 +200,15 @@ class PooledGroup:
     @classmethod
     def of(cls, layers: Sequence[Any], block_tokens: int, vllm_config: VllmConfig) -> PooledGroup:
         """The group of these layers: the one they have, or a new one."""
-        known = getattr(layers[0].impl, "group", None)
+        known = layers[0].impl.group
         if known is not None and known.block_tokens == block_tokens:
             return known
         group = cls(layers, block_tokens, vllm_config)
         for layer in layers:
             layer.impl.group = group
-        everyone = {id(group): group}
-        for layer in compat.attention_layers(vllm_config).values():
-            other = getattr(layer.impl, "group", None)
-            if other is not None:
-                everyone[id(other)] = other
-        for other in everyone.values():
-            other._everyone = list(everyone.values())
+        everyone = pooled_groups(vllm_config)
+        for other in everyone:
+            other._everyone = everyone
         return group
 
     def ensure_pool(self) -> ResidualPool:
@@ -216,7 +216,7 @@ class PooledGroup:
         if self.pool is not None:
             return self.pool
         cache = self.layers[0].kv_cache
-        tokens = getattr(self.layers[0].impl, "pool_tokens", None)
+        tokens = self.layers[0].impl.pool_tokens
         slots = slots_for(self._sequences, self._residual, self.block_tokens)
         if tokens is not None:
             slots = max(1, tokens // self.block_tokens)
@@ -234,12 +234,12 @@ class PooledGroup:
             pools = [group.ensure_pool() for group in groups]
             for pool in pools:
                 pool.finish_step()
-            for group, pool in zip(groups, pools, strict=True):
-                for block in pool.new_lives(group.pending):
+            for group in groups:
+                for block in new_lives(group.pending.slot_mapping, group.block_tokens):
                     for other in pools:
                         other.drop(block)
             for group, pool in zip(groups, pools, strict=True):
-                group.plan = DevicePlan.of(pool.plan(group.pending), pool, group)
+                group.plan = DevicePlan.of(pool.plan(group.pending), group)
                 group.pending = None
         assert self.plan is not None
         return self.plan
@@ -300,6 +300,13 @@ class PooledGroup:
         changed.clear()
 
 
+def pooled_groups(vllm_config: VllmConfig) -> list[PooledGroup]:
+    """The groups of the model's layers with KIVI pages."""
+    impls = [layer.impl for layer in compat.attention_layers(vllm_config).values()]
+    groups = [impl.group for impl in impls if isinstance(impl, KiviImpl) and impl.group]
+    return list({id(group): group for group in groups}.values())
+
+
 def _columns(columns: tuple[list[int], ...], device: torch.device) -> torch.Tensor | None:
     """int32 ``[columns, n]`` on the device, None for n = 0."""
     if not columns[0]:
@@ -322,7 +329,7 @@ class DevicePlan:
     """Per token: scratch slot, offset, row."""
 
     @classmethod
-    def of(cls, plan: StepPlan, pool: ResidualPool, group: PooledGroup) -> DevicePlan:
+    def of(cls, plan: StepPlan, group: PooledGroup) -> DevicePlan:
         device = group.layers[0].kv_cache.device
         group.update_map()
         append, tokens = None, None
@@ -527,16 +534,10 @@ def forget_rewritten(
     Groups share block numbers and memory: packing such a block later would write into the other
     group's tokens.
     """
-    groups = {
-        id(layer.impl.group): layer.impl.group
-        for layer in compat.attention_layers(vllm_config).values()
-        if getattr(layer.impl, "group", None) is not None
-    }
-    pools = [group.pool for group in groups.values() if group.pool is not None]
+    pools = [group.pool for group in pooled_groups(vllm_config) if group.pool is not None]
     if not pools:
         return
-    slots = slot_mapping.cpu().numpy()
-    for block in (slots[(slots >= 0) & (slots % block_tokens == 0)] // block_tokens).tolist():
+    for block in new_lives(slot_mapping.cpu().numpy(), block_tokens):
         for pool in pools:
             pool.drop(block)
 

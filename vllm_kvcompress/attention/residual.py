@@ -145,11 +145,6 @@ class ResidualPool:
 
     # --- a step -----------------------------------------------------------------------------
 
-    def new_lives(self, step: StepInput) -> list[int]:
-        """The blocks that a step writes from their first token on: their old content is gone."""
-        starts = step.slot_mapping[step.slot_mapping >= 0]
-        return (starts[starts % self.block_tokens == 0] // self.block_tokens).tolist()
-
     def plan(self, step: StepInput) -> StepPlan:
         """Decide the step's moves and make the map what it is during the step's attention.
 
@@ -265,6 +260,12 @@ class ResidualPool:
                 _add(plan.reopen, slot, block, start, int(column == 0))
             _add(plan.write, slot, start, stop - start, row)
             self._fill[slot] = stop
+
+
+def new_lives(slot_mapping: np.ndarray, block_tokens: int) -> list[int]:
+    """The blocks that a step writes from their first token on: their old content is gone."""
+    starts = slot_mapping[(slot_mapping >= 0) & (slot_mapping % block_tokens == 0)]
+    return (starts // block_tokens).tolist()
 
 
 def slots_for(sequences: int, residual: int, block_tokens: int) -> int:
