@@ -21,9 +21,10 @@ from pathlib import Path
 import torch
 
 from vllm_kvcompress.codecs import create_codec
-from vllm_kvcompress.kernels.cachegen import ENVIRONMENT, triton_aot, triton_codec
 from vllm_kvcompress.kernels.cachegen import format as fmt
+from vllm_kvcompress.kernels.cachegen import triton_aot, triton_codec
 from vllm_kvcompress.kernels.cachegen.rotary import estimate_turns
+from vllm_kvcompress.kernels.dispatch import ENVIRONMENT
 
 
 def synthetic(layers: int, tokens: int, heads: int, size: int) -> torch.Tensor:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.interpreter import run_kernels
 from vllm_kvcompress.kernels.cachegen import format as fmt
 from vllm_kvcompress.kernels.cachegen import triton_aot
 
@@ -52,21 +49,10 @@ def test_a_step_of_the_lanes_takes_one_ballot():
             assert "bar.sync" not in ptx, variant.name
 
 
-def run_kernels(marker):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if not torch.cuda.is_available():
-        environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marker]
-    run = subprocess.run(
-        [*command, str(KERNELS)], env=environment, capture_output=True, text=True, timeout=1800
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-
-
 def test_kernels():
-    run_kernels("not slow")
+    run_kernels(KERNELS, "not slow")
 
 
 @pytest.mark.slow
 def test_kernels_in_more_cases():
-    run_kernels("slow")
+    run_kernels(KERNELS, "slow")

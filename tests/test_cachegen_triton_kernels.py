@@ -18,8 +18,9 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 
 from vllm_kvcompress.codecs import container, create_codec
 from vllm_kvcompress.codecs.container import MalformedBlob
-from vllm_kvcompress.kernels.cachegen import ENVIRONMENT, reference, triton_codec
 from vllm_kvcompress.kernels.cachegen import format as fmt
+from vllm_kvcompress.kernels.cachegen import reference, triton_codec
+from vllm_kvcompress.kernels.dispatch import ENVIRONMENT
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

@@ -27,7 +27,7 @@ import pytest
 import torch
 
 from vllm_kvcompress.codecs import BlobError, container, create_codec
-from vllm_kvcompress.kernels.cachegen import ENVIRONMENT
+from vllm_kvcompress.kernels.dispatch import ENVIRONMENT
 
 PROT_NONE = 0
 SECONDS_PER_MUTANT = 20

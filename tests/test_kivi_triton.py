@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.interpreter import run_kernels
 from vllm_kvcompress.kernels.kivi import triton_aot
 
 KERNELS = Path(__file__).with_name("test_kivi_triton_kernels.py")
@@ -54,21 +51,10 @@ def test_decoding_multiplies_codes_by_tensor_cores_and_converts_none():
             assert not re.search(r"\bcvt\.\w+\.f(16|32)\.[su]\d+", ptx), variant.name
 
 
-def run_kernels(marker):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if not torch.cuda.is_available():
-        environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marker]
-    run = subprocess.run(
-        [*command, str(KERNELS)], env=environment, capture_output=True, text=True, timeout=1800
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-
-
 def test_kernels_agree_with_the_reference():
-    run_kernels("not slow")
+    run_kernels(KERNELS, "not slow")
 
 
 @pytest.mark.slow
 def test_kernels_agree_with_the_reference_in_more_cases():
-    run_kernels("slow")
+    run_kernels(KERNELS, "slow")

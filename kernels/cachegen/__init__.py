@@ -7,9 +7,6 @@ from types import ModuleType
 import torch
 
 from .. import dispatch
-from ..dispatch import ENVIRONMENT
-
-__all__ = ["ENVIRONMENT", "implementation"]
 
 _MODULES = {"reference": "reference", "cpu": "cpu", "triton": "triton_codec"}
 

@@ -160,37 +160,25 @@ def _p(P, name):
     return get_i64(P + 8 * name)
 
 
-@_compiled
-def _widen(kind, source, stride, target, target_stride, rows, columns):
-    rows = kept_outside(rows)
-    if kind == _BF16:
-        vec.widen_bf16(source, stride, target, target_stride, rows, columns)
-    elif kind == _FP16:
-        vec.widen_fp16(source, stride, target, target_stride, rows, columns)
-    else:
-        vec.widen_fp32(source, stride, target, target_stride, rows, columns)
+def _of_kind(bf16, fp16, fp32):
+    """The operation on rows for the dtype that is given when it runs."""
+
+    @_compiled
+    def run(kind, source, stride, target, target_stride, rows, columns):
+        rows = kept_outside(rows)
+        if kind == _BF16:
+            bf16(source, stride, target, target_stride, rows, columns)
+        elif kind == _FP16:
+            fp16(source, stride, target, target_stride, rows, columns)
+        else:
+            fp32(source, stride, target, target_stride, rows, columns)
+
+    return run
 
 
-@_compiled
-def _narrow(kind, source, stride, target, target_stride, rows, columns):
-    rows = kept_outside(rows)
-    if kind == _BF16:
-        vec.narrow_bf16(source, stride, target, target_stride, rows, columns)
-    elif kind == _FP16:
-        vec.narrow_fp16(source, stride, target, target_stride, rows, columns)
-    else:
-        vec.narrow_fp32(source, stride, target, target_stride, rows, columns)
-
-
-@_compiled
-def _turn(kind, source, stride, target, target_stride, rows, columns):
-    rows = kept_outside(rows)
-    if kind == _BF16:
-        vec.turn_bf16(source, stride, target, target_stride, rows, columns)
-    elif kind == _FP16:
-        vec.turn_fp16(source, stride, target, target_stride, rows, columns)
-    else:
-        vec.turn_fp32(source, stride, target, target_stride, rows, columns)
+_widen = _of_kind(vec.widen_bf16, vec.widen_fp16, vec.widen_fp32)
+_narrow = _of_kind(vec.narrow_bf16, vec.narrow_fp16, vec.narrow_fp32)
+_turn = _of_kind(vec.turn_bf16, vec.turn_fp16, vec.turn_fp32)
 
 
 @_compiled
