@@ -10,6 +10,8 @@ BENCH ?= $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
 export PYTHON
 
 RUN := .venv/bin/python
+# A file of tests at a time on each core; more than four engines side by side take too much memory.
+PYTEST = $(RUN) -m pytest -q --durations=15 -n logical --maxprocesses 4 --dist loadfile
 # Any Python will do to start with: bootstrap.py finds the right one.
 LAUNCHER = $(shell for p in $(RUN) $(PYTHON) python3.11 python3.12 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 6))' >/dev/null 2>&1 && echo $$p && break; done)
@@ -31,10 +33,10 @@ demo: setup ## a real server that stores its KV cache compressed, restarts, and 
 	@$(RUN) examples/demo.py $(ARGS)
 
 test: setup ## the tests, without those that take minutes
-	@$(RUN) -m pytest -m "not slow" -q --durations=15 $(ARGS)
+	@$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: setup ## all tests
-	@$(RUN) -m pytest -q --durations=15 $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 bench: setup ## all benchmarks, or BENCH="name ..."; figures go to .cache/bench too
 	@mkdir -p .cache/bench; for name in $(BENCH); do \

@@ -7,6 +7,13 @@ from pathlib import Path
 
 import pytest
 
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+"""Which of the processes that share the machine this one is."""
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Threads that spin while they wait would take the other processes' cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

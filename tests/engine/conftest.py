@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import WORKER
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # One thread: the models are tiny, and barriers between two cost more than they save.
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0")
+_CORES = sorted(os.sched_getaffinity(0))
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(_CORES[WORKER % len(_CORES)]))
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 BLOCK = 32
