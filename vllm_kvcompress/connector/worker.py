@@ -316,7 +316,9 @@ class ChunkWorker(OffloadingWorker):
         with self._lock:
             staged = self._staged.get(chunk.key)
         if staged is not None:
-            return self._write(chunk, staged)
+            raw_bytes = self._write(chunk, staged)
+            self._count_load(raw_bytes)
+            return raw_bytes
 
         key = rank_key(chunk.key, self._rank)
         try:
@@ -340,14 +342,16 @@ class ChunkWorker(OffloadingWorker):
             self._remove(key)
             raise LoadFailed("foreign") from error
         raw_bytes = self._write(chunk, content)
-        seconds = time.thread_time() - started
+        self._count_load(raw_bytes, len(blob), time.thread_time() - started)
+        return raw_bytes
+
+    def _count_load(self, raw_bytes: int, blob_bytes: int = 0, seconds: float = 0) -> None:
         with self._lock:
             count = self._report.counters
             count["loaded_chunks", ()] += 1
             count["loaded_raw_bytes", ()] += raw_bytes
-            count["loaded_blob_bytes", ()] += len(blob)
+            count["loaded_blob_bytes", ()] += blob_bytes
             count["decode_seconds", ()] += seconds
-        return raw_bytes
 
     def _write(self, chunk: ChunkBlocks, content: Content) -> int:
         """Write a chunk's blocks into vLLM's pool; returns their bytes.
