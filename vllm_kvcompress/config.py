@@ -116,7 +116,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "sink_tokens": 0,
         "boosted_channels": 0,
         "clipping": "none",
-        "rotate_values": False,
+        "rotate_values": "auto",
     },
     "balanced": {
         "group_size": 64,
@@ -126,7 +126,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rotate_values": True,
     },
 }
-"""``kivi`` is the published method, ``balanced`` loses less at the same bits."""
+"""``kivi`` is the published method, which has groups of V within a head only: a wider group means
+one scale a token, and V is rotated. ``balanced`` loses less at the same bits."""
 
 _FITS = {"none": "minmax", "least_squares": "unbiased"}
 
@@ -147,8 +148,9 @@ class KiviSettings:
     """K channels of a page with 4 bits under a dtype of 2: a number, or a share below 1."""
     clipping: str = "least_squares"
     """How scales are found: ``none``, from minimum and maximum, or ``least_squares``."""
-    rotate_values: bool = True
-    """Whether V is rotated over its channels and coded with one scale a token and head."""
+    rotate_values: bool | str = True
+    """Whether V is rotated over its channels and coded with one scale a token and head; ``auto``
+    where a group is wider than a head."""
     pool_share: float = 0.1
     """Most that the exact tokens may take of the KV cache's memory."""
     skip_dtype: str = "auto"
@@ -207,7 +209,8 @@ class KiviSettings:
             boosted is not None and (0 <= boosted < 1 or (boosted >= 1 and boosted % 16 == 0)),
             "a share from 0 to below 1, or a multiple of 16",
         )
-        check("rotate_values", isinstance(given.get("rotate_values"), bool), "true or false")
+        rotate = given.get("rotate_values")
+        check("rotate_values", isinstance(rotate, bool) or rotate == "auto", "true, false or auto")
         share = number("pool_share", int, float)
         check("pool_share", share is not None and 0 < share <= 0.9, "a share above 0, up to 0.9")
         preset = PRESETS[given.get("preset", cls.preset)]
@@ -218,6 +221,9 @@ class KiviSettings:
     ) -> PageFormat:
         """The format of pages under a KIVI dtype. Raises ValueError for what has no page."""
         key_bits, value_bits = KIVI_DTYPES[cache_dtype]
+        rotated = self.rotate_values
+        if rotated == "auto":
+            rotated = self.group_size > head_size
         boosted = 0
         if key_bits == 2:
             boosted = self.boosted_channels
@@ -233,5 +239,5 @@ class KiviSettings:
             boosted=int(boosted),
             sinks=self.sink_tokens,
             fit=_FITS[self.clipping],
-            rotated=self.rotate_values,
+            rotated=bool(rotated),
         )
