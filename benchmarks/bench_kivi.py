@@ -17,8 +17,8 @@ import torch
 from timing import best_time
 from vllm import _custom_ops as ops
 
+from vllm_kvcompress.kernels.attention import Attention
 from vllm_kvcompress.kernels.kivi import cpu
-from vllm_kvcompress.kernels.kivi.attention import Attention
 from vllm_kvcompress.kernels.kivi.format import PageFormat
 
 HEADS, KV_HEADS, SIZE, BLOCK = 9, 3, 64, 128

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
+from vllm_kvcompress.kernels.attention import Attention
 from vllm_kvcompress.kernels.kivi import reference, triton_aot, triton_kivi
-from vllm_kvcompress.kernels.kivi.attention import Attention
 from vllm_kvcompress.kernels.kivi.format import PageFormat
 
 LAYERS, HEADS, KV_HEADS, SIZE = 32, 32, 8, 128

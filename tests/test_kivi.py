@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_kvcompress.kernels.attention import Attention
 from vllm_kvcompress.kernels.kivi import format as form
 from vllm_kvcompress.kernels.kivi import reference
-from vllm_kvcompress.kernels.kivi.attention import Attention
 from vllm_kvcompress.kernels.kivi.format import PageFormat
 
 IMPLEMENTATIONS = ["cpu"]

@@ -14,8 +14,8 @@ import torch
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by test_kivi_triton.py", allow_module_level=True)
 
+from vllm_kvcompress.kernels.attention import Attention
 from vllm_kvcompress.kernels.kivi import reference, triton_kivi
-from vllm_kvcompress.kernels.kivi.attention import Attention
 from vllm_kvcompress.kernels.kivi.format import PageFormat
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

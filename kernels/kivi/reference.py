@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from .attention import Attention
+from ..attention import Attention
 from .format import (
     FIRST_RMS,
     FIRST_RMS_4BIT,

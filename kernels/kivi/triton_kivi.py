@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from ..attention import Attention
 from . import triton_decode as decode
 from . import triton_pack as packing
 from . import triton_prefill as prefilling
 from . import triton_unpack as unpacking
-from .attention import Attention
 from .format import ROWS, PageFormat
 from .triton_page import FP32, Page, items, page_of, views
 

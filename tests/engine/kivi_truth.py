@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from vllm_kvcompress.attention.residual import ResidualPool, StepInput, StepPlan
+from vllm_kvcompress.kernels.attention import Attention
 from vllm_kvcompress.kernels.kivi import reference
-from vllm_kvcompress.kernels.kivi.attention import Attention
 from vllm_kvcompress.kernels.kivi.format import PageFormat
 
 

@@ -34,8 +34,8 @@ from vllm_kvcompress.attention.residual import (
     slots_for,
 )
 from vllm_kvcompress.config import KIVI_DTYPES, KiviSettings
+from vllm_kvcompress.kernels.attention import Attention
 from vllm_kvcompress.kernels.kivi import implementation
-from vllm_kvcompress.kernels.kivi.attention import Attention
 from vllm_kvcompress.kernels.kivi.format import DTYPES, HEAD_SIZES, PageFormat
 
 if TYPE_CHECKING:
