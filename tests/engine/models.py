@@ -52,3 +52,28 @@ def tiny_gemma3(path: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
     return path
+
+
+def tiny_deepseek(path: Path, seed: int = 0) -> Path:
+    """A DeepSeek-V2 of dense layers: multi-head latent attention."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=64,
+        v_head_dim=64,
+        first_k_dense_replace=3,
+        n_routed_experts=2,
+        max_position_embeddings=2048,
+    )
+    torch.manual_seed(seed)
+    DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return path
