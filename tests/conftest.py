@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import servers
 
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 """Which of the processes that share the machine this one is."""
@@ -28,3 +31,27 @@ def smollm2() -> Path:
             pytest.fail(message)
         pytest.skip(message)
     return path
+
+
+@pytest.fixture(scope="session")
+def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.ValkeyServer]:
+    """A server that tests share: each takes a namespace of its own and leaves the server as is."""
+    with servers.valkey_server(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Settings of a store in a bucket that tests share, each in a namespace of its own."""
+    with (
+        servers.object_server(tmp_path_factory.mktemp("objects")) as address,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("AWS_ACCESS_KEY_ID", servers.ACCESS_KEY)
+        patch.setenv("AWS_SECRET_ACCESS_KEY", servers.SECRET_KEY)
+        yield {
+            "type": "object",
+            "url": f"s3://{servers.BUCKET}/store",
+            "endpoint": address,
+            "region": "us-east-1",
+        }

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 
 import pytest
 
@@ -15,41 +16,80 @@ from vllm_kvcompress.stores import (
 )
 
 CAPACITY = 1000
+SEAL_KEY = "5ea1" * 16
 
-STORES = {
-    "memory": lambda path: create_store({"type": "memory", "bytes": CAPACITY}),
-    "disk": lambda path: create_store({"type": "disk", "path": path, "bytes": CAPACITY}),
-    "disk-namespace": lambda path: create_store(
+# Each makes a store from a folder and the fixtures.
+BOUNDED = {
+    "memory": lambda path, _: create_store({"type": "memory", "bytes": CAPACITY}),
+    "disk": lambda path, _: create_store({"type": "disk", "path": path, "bytes": CAPACITY}),
+    "disk-namespace": lambda path, _: create_store(
         {"type": "disk", "path": path, "bytes": CAPACITY, "namespace": "one"}
     ),
-    "stack-of-one": lambda path: create_stack([{"type": "memory", "bytes": CAPACITY}]),
-    "memory-over-disk": lambda path: create_stack(
+    "stack-of-one": lambda path, _: create_stack([{"type": "memory", "bytes": CAPACITY}]),
+    "memory-over-disk": lambda path, _: create_stack(
         [{"type": "memory", "bytes": 300}, {"type": "disk", "path": path, "bytes": CAPACITY}]
     ),
-    "memory-over-disk-write-back": lambda path: create_stack(
+    "memory-over-disk-write-back": lambda path, _: create_stack(
         [{"type": "memory", "bytes": 300}, {"type": "disk", "path": path, "bytes": CAPACITY}],
         write_back=True,
     ),
 }
 SINGLE = ["memory", "disk", "disk-namespace", "stack-of-one"]
+# A server decides how much it holds and what goes first.
+SERVED = {
+    "valkey": lambda path, fixture: create_store(valkey(fixture)),
+    "valkey-sealed": lambda path, fixture: create_store(
+        {**valkey(fixture), "seal_key": "env:SEAL_KEY"}
+    ),
+    "disk-sealed": lambda path, _: create_store(
+        {"type": "disk", "path": path, "seal_key": "env:SEAL_KEY"}
+    ),
+    "object": lambda path, fixture: create_store(bucket(fixture)),
+    "object-in-files": lambda path, _: create_store({"type": "object", "url": f"file://{path}"}),
+    "memory-over-valkey": lambda path, fixture: create_stack(
+        [{"type": "memory", "bytes": 300}, valkey(fixture)]
+    ),
+    "memory-over-valkey-over-disk-write-back": lambda path, fixture: create_stack(
+        [
+            {"type": "memory", "bytes": 300},
+            valkey(fixture),
+            {"type": "disk", "path": path, "bytes": "1MB"},
+        ],
+        write_back=True,
+    ),
+}
+ALL = {**BOUNDED, **SERVED}
+
+
+def valkey(fixture) -> dict:
+    server = fixture("valkey_server")
+    return {"type": "valkey", "url": server.url, "namespace": f"t{time.time_ns()}"}
+
+
+def bucket(fixture) -> dict:
+    return {**fixture("bucket"), "namespace": f"t{time.time_ns()}"}
 
 
 def test_every_registered_store_is_tested():
-    assert set(store_types()) <= set(STORES)
+    assert set(store_types()) <= set(ALL)
 
 
-@pytest.fixture(params=STORES)
-def store(request, tmp_path):
-    store = STORES[request.param](str(tmp_path / "store"))
-    yield store
-    store.close()
+def making(*tables):
+    """A fixture that runs a test over every store of these tables."""
+
+    @pytest.fixture(params=[name for table in tables for name in table])
+    def make(request, tmp_path, monkeypatch):
+        monkeypatch.setenv("SEAL_KEY", SEAL_KEY)
+        store = ALL[request.param](str(tmp_path / "store"), request.getfixturevalue)
+        yield store
+        store.close()
+
+    return make
 
 
-@pytest.fixture(params=SINGLE)
-def single_store(request, tmp_path):
-    store = STORES[request.param](str(tmp_path / "store"))
-    yield store
-    store.close()
+store = making(BOUNDED, SERVED)
+bounded_store = making(BOUNDED)
+single_store = making(SINGLE)
 
 
 def blob_of(key: bytes, size: int = 100) -> bytes:
@@ -141,10 +181,28 @@ def test_clear(store):
         store.put(key, blob_of(key))
     store.clear()
     assert store.keys() == []
-    stats = store.stats()
-    assert (stats.entries, stats.bytes_held) == (0, 0)
     assert store.contains(keys_of(20)) == [False] * 20
     assert store.put(b"a", b"blob") and store.get(b"a") == b"blob"
+
+
+def test_nothing_is_left_to_count_after_clear(bounded_store):
+    for key in keys_of(20):
+        bounded_store.put(key, blob_of(key))
+    bounded_store.clear()
+    stats = bounded_store.stats()
+    assert (stats.entries, stats.bytes_held) == (0, 0)
+
+
+def test_remove_prefix_leaves_the_others(store):
+    folder = bytes(range(8))
+    inside = [folder + b"one", folder + b"two", folder]
+    outside = [bytes(range(1, 9)) + b"one", b"*" + folder[1:] + b"x", folder[:-1], b"\xff" * 40]
+    for key in inside + outside:
+        assert store.put(key, b"blob")
+    store.remove_prefix(folder)
+    assert store.contains(inside) == [False] * len(inside)
+    assert store.contains(outside) == [True] * len(outside)
+    assert set(store.keys()) == set(outside)
 
 
 def test_close_can_be_called_twice(store):
@@ -197,7 +255,8 @@ def test_least_recently_used_goes_first(single_store):
     assert (stats.bytes_held, stats.evictions) == (1000, 2)
 
 
-def test_eviction_reports_what_left(store):
+def test_eviction_reports_what_left(bounded_store):
+    store = bounded_store
     left = {}
     store.on_evict = left.__setitem__
     keys = keys_of(30)
@@ -210,7 +269,8 @@ def test_eviction_reports_what_left(store):
     assert store.stats().evictions == len(left)
 
 
-def test_on_evict_may_use_the_store(store):
+def test_on_evict_may_use_the_store(bounded_store):
+    store = bounded_store
     seen = []
 
     def on_evict(key, blob):
@@ -222,7 +282,8 @@ def test_on_evict_may_use_the_store(store):
     assert seen and all(not held[0] and blob is None for _, held, blob in seen)
 
 
-def test_too_large_a_blob_is_refused_and_counted(store):
+def test_too_large_a_blob_is_refused_and_counted(bounded_store):
+    store = bounded_store
     store.put(b"a", b"old")
     store.put(b"b", b"kept")
     assert not store.put(b"a", bytes(CAPACITY + 1))
@@ -261,8 +322,8 @@ def test_random_operations_against_a_model(single_store):
     assert store.keys() == list(model)
 
 
-def test_threads(store):
-    keys = keys_of(25)
+def hammer(store, keys, rounds):
+    """Every method from six threads at once; each ``get`` finds a key's own blob or none."""
     failures = []
     evicted = []
     store.on_evict = lambda key, blob: evicted.append(blob == blob_of(key))
@@ -270,7 +331,7 @@ def test_threads(store):
     def work(seed):
         chance = random.Random(seed)
         try:
-            for _ in range(300):
+            for _ in range(rounds):
                 key = chance.choice(keys)
                 action = chance.randrange(10)
                 if action < 4:
@@ -290,6 +351,16 @@ def test_threads(store):
     for thread in threads:
         thread.join()
     assert not failures and all(evicted)
+
+
+def test_threads_find_what_was_put_and_nothing_else(store):
+    hammer(store, keys_of(25), rounds=40)
+    assert store.stats().errors == 0
+
+
+def test_threads_leave_an_exact_account(bounded_store):
+    store, keys = bounded_store, keys_of(25)
+    hammer(store, keys, rounds=300)
     stats = store.stats()
     assert stats.bytes_held <= stats.capacity_bytes
     assert stats.errors == 0
@@ -334,8 +405,8 @@ def test_parse_size_names_setting_and_choices(text):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"type": "tape"}, r"type: .*'tape'.* choose from disk, memory"),
-        ({}, r"type: .* choose from disk, memory"),
+        ({"type": "tape"}, r"type: .*'tape'.* choose from disk, memory, object, valkey"),
+        ({}, r"type: .* choose from disk, memory, object, valkey"),
         ({"type": ["memory"]}, r"type: .* choose from"),
         ("memory", r"'memory'.*give an object such as"),
         ({"type": "memory", "bytes": 10, "path": "x"}, r"path: .*its settings are bytes"),

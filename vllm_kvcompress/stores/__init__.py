@@ -26,6 +26,7 @@ __all__ = [
     "create_store",
     "parse_size",
     "register_store",
+    "store_class",
     "store_types",
 ]
 
@@ -33,7 +34,12 @@ __all__ = [
 _REGISTRY: dict[str, str] = {
     "memory": "vllm_kvcompress.stores.memory:MemoryStore",
     "disk": "vllm_kvcompress.stores.disk:DiskStore",
+    "valkey": "vllm_kvcompress.stores.valkey:ValkeyStore",
+    "object": "vllm_kvcompress.stores.object:ObjectStoreOfBlobs",
 }
+
+SEAL_KEY = "seal_key"
+"""The setting of every store that says where the key is that its blobs are sealed with."""
 
 
 def store_types() -> list[str]:
@@ -46,10 +52,20 @@ def register_store(store_type: str, target: str) -> None:
     _REGISTRY[store_type] = target
 
 
+def store_class(store_type: str) -> type[Store]:
+    """The class of a store, whose constructor's parameters are its settings.
+
+    Raises KeyError for a type that is not in ``store_types``.
+    """
+    module, _, attribute = _REGISTRY[store_type].partition(":")
+    return getattr(import_module(module), attribute)
+
+
 def create_store(config: Mapping[str, Any]) -> Store:
     """Make a store: ``create_store({"type": "memory", "bytes": "8GiB"})``.
 
-    Every entry but ``type`` is a setting of the store's class. Raises StoreConfigError, which
+    Every entry but ``type`` and ``seal_key`` is a setting of the store's class. With ``seal_key``,
+    ``"file:PATH"`` or ``"env:NAME"``, the store's blobs are sealed. Raises StoreConfigError, which
     names the setting and the choices, for an unknown type, a setting that is unknown or missing,
     or a value that does not do.
     """
@@ -63,19 +79,24 @@ def create_store(config: Mapping[str, Any]) -> Store:
         raise StoreConfigError(
             f"type: store type {store_type!r} is unknown; choose from {', '.join(store_types())}"
         )
-    module, _, attribute = _REGISTRY[store_type].partition(":")
-    store_class = getattr(import_module(module), attribute)
-    known = inspect.signature(store_class).parameters
+    sealed = SEAL_KEY in settings
+    seal_source = settings.pop(SEAL_KEY, None)
+    known = inspect.signature(store_class(store_type)).parameters
     for setting in settings:
         if setting not in known:
             raise StoreConfigError(
                 f"{setting}: store type {store_type!r} has no such setting; "
-                f"its settings are {', '.join(known)}"
+                f"its settings are {', '.join((*known, SEAL_KEY))}"
             )
     for setting, parameter in known.items():
         if parameter.default is parameter.empty and setting not in settings:
             raise StoreConfigError(f"{setting}: store type {store_type!r} needs this setting")
-    return store_class(**settings)
+    if not sealed:
+        return store_class(store_type)(**settings)
+    from vllm_kvcompress.stores.sealed import SealedStore, read_seal_key
+
+    seal_key = read_seal_key(seal_source)
+    return SealedStore(store_class(store_type)(**settings), seal_key)
 
 
 def create_stack(configs: Sequence[Mapping[str, Any]], write_back: bool = False) -> StoreStack:

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 MAX_KEY_BYTES = 128
 
+_NAMESPACE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 _SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*")
 _UNITS = {
     "": 1,
@@ -39,7 +40,8 @@ class StoreStats:
 
     ``hits`` and ``misses`` count calls of ``get``; ``evictions`` count what left to make room;
     ``refused`` counts blobs that ``put`` did not take because they are larger than the store;
-    ``errors`` counts operations that failed for I/O.
+    ``errors`` counts operations that failed for I/O; ``rejected`` counts blobs that were found and
+    could not be authenticated. A capacity of 0 is none that the store knows of.
     """
 
     name: str
@@ -51,6 +53,7 @@ class StoreStats:
     evictions: int = 0
     errors: int = 0
     refused: int = 0
+    rejected: int = 0
 
 
 class Store(ABC):
@@ -65,6 +68,9 @@ class Store(ABC):
 
     shared: ClassVar[bool]
     """Other processes see the content, and it outlives this process."""
+
+    reports_evictions: bool = True
+    """``on_evict`` hears of every blob that leaves to make room; False where a server decides."""
 
     on_evict: Callable[[bytes, bytes], None] | None = None
     """Called with the key and the blob that an eviction has just removed, in the thread that
@@ -85,7 +91,8 @@ class Store(ABC):
     def put(self, key: bytes, blob: bytes) -> bool:
         """Hold ``blob`` under ``key``, in place of what was there; evict others to make room.
 
-        False if it was not stored (larger than the store, or I/O); the key is then not held.
+        False if it was not stored (larger than the store, or I/O); the key is then not held, as
+        far as the store could still see to that.
         """
 
     @abstractmethod
@@ -98,7 +105,10 @@ class Store(ABC):
 
     @abstractmethod
     def keys(self) -> list[bytes]:
-        """The keys that this instance knows of, the least recently used first."""
+        """The keys that this instance knows of, the least recently used first.
+
+        Where a server keeps them, all of them, in no order. May raise StoreError.
+        """
 
     @abstractmethod
     def stats(self) -> StoreStats:
@@ -126,6 +136,16 @@ def check_key(key: bytes) -> bytes:
 def check_keys(keys: Iterable[bytes]) -> list[bytes]:
     """``check_key`` over several keys."""
     return [check_key(key) for key in keys]
+
+
+def check_namespace(namespace: str) -> str:
+    """The namespace itself, empty or a name. Raises StoreConfigError for anything else."""
+    if namespace != "" and not (isinstance(namespace, str) and _NAMESPACE.fullmatch(namespace)):
+        raise StoreConfigError(
+            f"namespace: {namespace!r}; give up to 64 letters, digits, dots, hyphens and "
+            "underscores, the first of them no dot"
+        )
+    return namespace
 
 
 def parse_size(size: int | str, setting: str = "bytes") -> int:

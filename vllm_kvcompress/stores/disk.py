@@ -30,7 +30,6 @@ import fcntl
 import heapq
 import json
 import os
-import re
 import secrets
 import threading
 import time
@@ -44,6 +43,7 @@ from vllm_kvcompress.stores.base import (
     StoreStats,
     check_key,
     check_keys,
+    check_namespace,
     parse_size,
 )
 
@@ -53,7 +53,6 @@ FORMAT = "vllm-kvcompress disk store"
 
 _BLOB = ".kv"
 _TEMPORARY = ".tmp"
-_NAMESPACE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 # Longer keys would pass the 255 bytes that a file name may have; base 32 is shorter than hex.
 _LONGEST_HEX_KEY = 120
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -498,13 +497,8 @@ def _check_path(path: str, namespace: str) -> list[str]:
             f"path: {os.path.dirname(top)}, which should hold {os.path.basename(top)}, "
             "is not a directory; make it first"
         )
-    if namespace == "":
+    if check_namespace(namespace) == "":
         return [top]
-    if not isinstance(namespace, str) or not _NAMESPACE.fullmatch(namespace):
-        raise StoreConfigError(
-            f"namespace: {namespace!r}; give up to 64 letters, digits, dots, hyphens and "
-            "underscores, the first of them no dot"
-        )
     return [top, os.path.join(top, f"ns-{namespace}")]
 
 

@@ -84,10 +84,12 @@ class StoreStack(Store):
 
     def put(self, key: bytes, blob: bytes) -> bool:
         stored = False
-        for level in range(len(self.stores)):
-            if stored and self._write_back:
+        for level, store in enumerate(self.stores):
+            took = self._put_at(level, key, blob)
+            stored |= took
+            # What a store evicts without a word has to be below it already.
+            if took and self._write_back and store.reports_evictions:
                 break
-            stored |= self._put_at(level, key, blob)
         return stored
 
     def remove(self, keys: Sequence[bytes]) -> None:
@@ -161,10 +163,11 @@ class StoreStack(Store):
 
     def _put_at(self, level: int, key: bytes, blob: bytes) -> bool:
         # Before the put, which may already evict the key again.
-        if self._write_back and level + 1 < len(self.stores):
+        store = self.stores[level]
+        if self._write_back and store.reports_evictions and level + 1 < len(self.stores):
             with self._lock:
                 self._dirty[level].add(key)
-        stored = _put(self.stores[level], key, blob)
+        stored = _put(store, key, blob)
         if not stored:
             self._clean(level, key)
         return stored

@@ -1,0 +1,195 @@
+"""The ``valkey`` store: blobs in a Valkey or Redis server, by its own client.
+
+A blob is a string under ``kvcompress:NAMESPACE:KEY``. How much is kept, and what goes first, is
+the server's to say: ``maxmemory`` and ``maxmemory-policy allkeys-lru``.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import valkey
+from valkey.exceptions import (
+    AuthenticationError,
+    NoPermissionError,
+    ResponseError,
+    ValkeyError,
+)
+
+from vllm_kvcompress.stores.base import StoreConfigError, StoreError, check_namespace
+from vllm_kvcompress.stores.remote import AccessDenied, RemoteStore, check_timeout
+from vllm_kvcompress.stores.secret import read_secret
+
+MEASURE_SECONDS = 10.0
+"""How often a ``put`` also asks how much the server holds."""
+
+_READ_BYTES = 1 << 18
+_BATCH = 1000
+_SCHEMES = ("valkey://", "valkeys://", "redis://", "rediss://", "unix://")
+_GLOB = re.compile(rb"[\\*?\[\]]")
+
+
+class ValkeyStore(RemoteStore):
+    """Settings: ``url``, ``password``, ``timeout_seconds`` and ``namespace``.
+
+    ``url`` is the client's: ``valkey://USER@HOST:PORT/DB``, ``valkeys://`` with TLS,
+    ``unix:///PATH``; after ``?`` come settings of a connection, such as
+    ``ssl_ca_certs=/etc/ssl/own.pem``. ``password`` says where it is to be read, ``"file:PATH"`` or
+    ``"env:NAME"``. ``timeout_seconds`` bounds connecting, and each wait for the server.
+    """
+
+    name = "valkey"
+
+    def __init__(
+        self,
+        url: str,
+        password: str | None = None,
+        timeout_seconds: float = 2.0,
+        namespace: str = "",
+    ) -> None:
+        super().__init__()
+        self._prefix = f"kvcompress:{check_namespace(namespace)}:".encode()
+        self._pool = _make_pool(url, password, check_timeout(timeout_seconds))
+        self._client = valkey.Valkey(connection_pool=self._pool)
+        self._entries = self._bytes = self._maximum = 0
+        self._evicted_before: int | None = None
+        self._evicted = 0
+        self._next_measure = 0.0
+        self._start()
+
+    def close(self) -> None:
+        self._pool.disconnect()
+
+    def _contains(self, keys: list[bytes]) -> list[bool]:
+        with _errors():
+            pipeline = self._client.pipeline(transaction=False)
+            for key in keys:
+                pipeline.exists(self._prefix + key)
+            return [bool(found) for found in pipeline.execute()]
+
+    def _get(self, key: bytes) -> bytes | None:
+        with _errors():
+            try:
+                return self._client.get(self._prefix + key)
+            except ResponseError as error:
+                if str(error).startswith("WRONGTYPE"):
+                    return None
+                raise
+
+    def _put(self, key: bytes, blob: bytes) -> None:
+        name = self._prefix + key
+        with _errors():
+            try:
+                if time.monotonic() < self._next_measure:
+                    self._client.set(name, blob)
+                    return
+                self._next_measure = time.monotonic() + MEASURE_SECONDS
+                pipeline = self._client.pipeline(transaction=False)
+                pipeline.set(name, blob)
+                self._ask_size(pipeline)
+                stored, *answers = pipeline.execute(raise_on_error=False)
+                self._take_size(answers)
+                if isinstance(stored, Exception):
+                    raise stored
+            except ResponseError:
+                # A server that is full refuses what takes memory and still deletes.
+                self._client.unlink(name)
+                raise
+
+    def _remove(self, keys: list[bytes]) -> None:
+        with _errors():
+            for first in range(0, len(keys), _BATCH):
+                self._client.unlink(*(self._prefix + key for key in keys[first : first + _BATCH]))
+
+    def _remove_prefix(self, prefix: bytes) -> None:
+        self._remove(self._list(prefix))
+
+    def _list(self, prefix: bytes) -> list[bytes]:
+        pattern = _GLOB.sub(rb"\\\g<0>", self._prefix + prefix) + b"*"
+        with _errors():
+            found = set(self._client.scan_iter(match=pattern, count=_BATCH))
+        return [name[len(self._prefix) :] for name in found]
+
+    def _check(self) -> None:
+        self._contains([b"?"])
+        self._measure()
+
+    def _measure(self) -> None:
+        with _errors():
+            pipeline = self._client.pipeline(transaction=False)
+            self._ask_size(pipeline)
+            self._take_size(pipeline.execute(raise_on_error=False))
+
+    @staticmethod
+    def _ask_size(pipeline: valkey.client.Pipeline) -> None:
+        pipeline.info("memory")
+        pipeline.info("stats")
+        pipeline.dbsize()
+
+    def _take_size(self, answers: Sequence[Any]) -> None:
+        memory, stats, entries = answers
+        with self._lock:
+            if isinstance(memory, dict):
+                self._bytes = int(memory.get("used_memory", 0))
+                self._maximum = int(memory.get("maxmemory", 0))
+            if isinstance(stats, dict):
+                evicted = int(stats.get("evicted_keys", 0))
+                # The server counts from its own start.
+                if self._evicted_before is not None and evicted > self._evicted_before:
+                    self._evicted += evicted - self._evicted_before
+                self._evicted_before = evicted
+            if isinstance(entries, int):
+                self._entries = entries
+
+    def _size(self) -> tuple[int, int, int]:
+        return self._entries, self._bytes, self._maximum
+
+    def _evictions(self) -> int:
+        return self._evicted
+
+
+def _make_pool(url: str, password: str | None, timeout: float) -> valkey.ConnectionPool:
+    if not isinstance(url, str) or not url.lower().startswith(_SCHEMES):
+        raise StoreConfigError(
+            f"url: {url!r}; give an address such as valkey://localhost:6379/0, which begins with "
+            f"{', '.join(_SCHEMES)}"
+        )
+    try:
+        # What the address says of a connection comes before what is given here.
+        pool = valkey.ConnectionPool.from_url(
+            url,
+            socket_timeout=timeout,
+            socket_connect_timeout=timeout,
+            socket_read_size=_READ_BYTES,
+        )
+        settings = pool.connection_kwargs
+        if "password" in settings:
+            raise StoreConfigError(
+                "url: settings are logged, so a password is not written there; leave it out, and "
+                "give the setting password, 'file:PATH' or 'env:NAME'"
+            )
+        if password is not None:
+            settings["password"] = read_secret(password, "password")
+        if pool.connection_class is valkey.SSLConnection:
+            settings.setdefault("ssl_check_hostname", True)
+        pool.make_connection()
+    except StoreConfigError:
+        raise
+    except (TypeError, ValueError, ValkeyError, OSError) as error:
+        raise StoreConfigError(f"url: {url} cannot be used: {error}") from error
+    return pool
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """The client's errors as ours."""
+    try:
+        yield
+    except (AuthenticationError, NoPermissionError) as error:
+        raise AccessDenied(str(error)) from error
+    except (ValkeyError, OSError) as error:
+        raise StoreError(f"{type(error).__name__}: {error}") from error
