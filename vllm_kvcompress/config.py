@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_kvcompress.codecs import Codec, create_codec
+from vllm_kvcompress.codecs import Codec, codec_names, create_codec
 from vllm_kvcompress.kernels.kivi.format import PageFormat
 from vllm_kvcompress.stores import parse_size
 
@@ -15,6 +15,9 @@ DEFAULT_STORES = ({"type": "memory", "bytes": "4GiB"},)
 
 IN_PLACE = "in_place"
 """The setting that names a ``kv_cache_dtype`` of KIVI pages, as ``--kv-cache-dtype`` does."""
+
+MAX_LEVELS = 8
+"""More levels than a link could tell apart."""
 
 PASSED_TO_VLLM = ("offload_prompt_only", "self_describing_kv_events")
 """Keys of vLLM's own offloading connector that keep their meaning."""
@@ -28,6 +31,10 @@ class OffloadSettings:
     """Name of the codec."""
     level: str | None = None
     """Level of the codec, None for its default."""
+    levels: tuple[str, ...] | None = None
+    """Several levels at which every chunk is stored, the best first; None: only ``level``."""
+    ttft_slo_ms: float | None = None
+    """Deadline for the loading of a prompt, in milliseconds."""
     stores: tuple[Mapping[str, Any], ...] = DEFAULT_STORES
     """The stack of stores, the fastest first."""
     write_back: bool = False
@@ -41,9 +48,20 @@ class OffloadSettings:
     retry_seconds: float = 30.0
     """How long a chunk that failed to load counts as a miss."""
 
-    def create_codec(self) -> Codec:
-        """The codec that these settings name. Raises ValueError for what it does not know."""
-        return create_codec(self.codec, **({} if self.level is None else {"level": self.level}))
+    @property
+    def streaming(self) -> bool:
+        """Whether loads choose among levels and recomputing, chunk by chunk."""
+        return self.levels is not None or self.ttft_slo_ms is not None
+
+    def create_codecs(self) -> list[Codec]:
+        """The codec of every level, the best first. Raises ValueError for what is not known."""
+        if self.levels is None:
+            named = {} if self.level is None else {"level": self.level}
+            return [create_codec(self.codec, **named)]
+        return [
+            create_codec(level) if level in codec_names() else create_codec(self.codec, level=level)
+            for level in self.levels
+        ]
 
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> OffloadSettings:
@@ -64,7 +82,7 @@ class OffloadSettings:
         for name in (*PASSED_TO_VLLM, "write_back"):
             if not isinstance(extra_config.get(name, False), bool):
                 raise _error(name, extra_config[name], "true or false")
-        optional = {"level", "chunk_tokens"}
+        optional = {"level", "levels", "ttft_slo_ms", "chunk_tokens"}
         values = {k: v for k, v in values.items() if v is not None or k not in optional}
         for name in ("codec", "level"):
             if not isinstance(values.get(name, ""), str):
@@ -78,10 +96,12 @@ class OffloadSettings:
                 values["staging_bytes"] = parse_size(values["staging_bytes"], "staging_bytes")
             except ValueError as error:
                 raise ValueError(f"kv_connector_extra_config: {error}") from error
-        if "retry_seconds" in values:
-            value = values["retry_seconds"]
+        for name, unit in (("retry_seconds", "seconds"), ("ttft_slo_ms", "milliseconds")):
+            value = values.get(name, 1)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e6:
-                raise _error("retry_seconds", value, "a number of seconds above 0")
+                raise _error(name, value, f"a number of {unit} above 0")
+        if "levels" in values:
+            values["levels"] = _levels(values)
         stores = values.get("stores", DEFAULT_STORES)
         if (
             not isinstance(stores, list | tuple)
@@ -92,10 +112,29 @@ class OffloadSettings:
         values["stores"] = tuple(stores)
         settings = cls(**values)
         try:
-            settings.create_codec()
+            settings.create_codecs()
         except ValueError as error:
             raise ValueError(f"kv_connector_extra_config: {error}") from error
         return settings
+
+
+def _levels(values: Mapping[str, Any]) -> tuple[str, ...]:
+    levels = values["levels"]
+    if (
+        not isinstance(levels, list | tuple)
+        or not 1 <= len(levels) <= MAX_LEVELS
+        or not all(isinstance(level, str) for level in levels)
+        or len(set(levels)) < len(levels)
+    ):
+        raise _error(
+            "levels", levels, f'1 to {MAX_LEVELS} different levels, such as ["high", "low"]'
+        )
+    if "level" in values:
+        raise ValueError(
+            f"kv_connector_extra_config: level is {values['level']!r} and levels is {levels!r}; "
+            "leave one of the two away"
+        )
+    return tuple(levels)
 
 
 def _error(name: str, value: Any, expected: str) -> ValueError:

@@ -26,6 +26,14 @@ from vllm_kvcompress.config import OffloadSettings
         ({"chunk_tokens": 2.5}, ["chunk_tokens", "2.5"]),
         ({"retry_seconds": -1}, ["retry_seconds", "-1"]),
         ({"retry_seconds": float("nan")}, ["retry_seconds"]),
+        ({"levels": []}, ["levels", "high"]),
+        ({"levels": "high"}, ["levels", "high"]),
+        ({"levels": ["high", "high"]}, ["levels", "high"]),
+        ({"levels": ["high", "extreme"]}, ["level", "extreme", "medium"]),
+        ({"levels": [str(i) for i in range(9)]}, ["levels", "8"]),
+        ({"levels": ["high"], "level": "low"}, ["levels", "level", "high", "low"]),
+        ({"ttft_slo_ms": 0}, ["ttft_slo_ms", "0"]),
+        ({"ttft_slo_ms": "fast"}, ["ttft_slo_ms", "fast"]),
         ({"write_back": "yes"}, ["write_back", "yes"]),
         ({"offload_prompt_only": 1}, ["offload_prompt_only"]),
         ({"block_size": 256}, ["block_size", "chunk_tokens"]),
@@ -40,7 +48,7 @@ def test_a_wrong_setting_is_refused_by_name(extra_config, expected):
 
 def test_defaults_need_no_setting_at_all():
     settings = OffloadSettings.parse({})
-    assert (settings.codec, settings.create_codec().name) == ("cachegen", "cachegen")
+    assert [codec.name for codec in settings.create_codecs()] == ["cachegen"]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +59,7 @@ def test_defaults_need_no_setting_at_all():
         ({"stores": [{"type": "disk", "path": "/proc/kvcompress"}]}, "path"),
         ({"chunk_tokens": 50}, "use 64"),
         ({"staging_bytes": 1000}, "staging_bytes is 1000"),
+        ({"codec": "cachegen", "levels": ["high", "low"]}, "outlives this process"),
     ],
 )
 def test_the_engine_does_not_start_on_a_wrong_setting(llama, offload, expected):
@@ -61,6 +70,14 @@ def test_the_engine_does_not_start_on_a_wrong_setting(llama, offload, expected):
         running_engine(llama, {"codec": "raw", **offload}),
     ):
         pass
+
+
+def test_a_level_may_be_another_codec():
+    settings = OffloadSettings.parse({"levels": ["raw", "high", "low"]})
+    assert [codec.name for codec in settings.create_codecs()] == ["raw", "cachegen", "cachegen"]
+    assert settings.streaming
+    assert not OffloadSettings.parse({"level": "high"}).streaming
+    assert OffloadSettings.parse({"ttft_slo_ms": 250}).streaming
 
 
 def test_the_engine_does_not_start_inside_multi_connector(llama):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
 
-from vllm_kvcompress.connector.fingerprint import rank_key
+from vllm_kvcompress.connector.fingerprint import KEY_BYTES, blob_key, split_blob_key
 from vllm_kvcompress.connector.manager import ChunkKeys, ChunkManager
 from vllm_kvcompress.connector.metrics import WorkerReport
 from vllm_kvcompress.connector.worker import split_into_chunks
@@ -61,14 +61,16 @@ class Clock:
         return self.now
 
 
-def manager(ranks=2, shared=(), workers_hold=True, clock=None):
-    made = ChunkManager(b"f" * 32, ranks, list(shared), workers_hold, 30.0, clock or Clock())
+def manager(ranks=2, shared=(), workers_hold=True, levels=1, clock=None):
+    made = ChunkManager(
+        b"f" * 32, ranks, list(shared), workers_hold, levels, 30.0, clock or Clock()
+    )
     made.set_worker_fingerprints([b"w"] * ranks)
     return made
 
 
 def test_nothing_is_offered_until_every_worker_told_its_fingerprint():
-    lonely = ChunkManager(b"f" * 32, 2, [], True, 30.0)
+    lonely = ChunkManager(b"f" * 32, 2, [], True, 1, 30.0)
     lonely.set_worker_fingerprints([b"w"])
     assert lonely.lookup(KEYS[0], CONTEXT) is LookupResult.MISS
     assert lonely.prepare_store(KEYS, CONTEXT).keys_to_store == []
@@ -102,11 +104,48 @@ def test_a_shared_store_has_a_chunk_only_with_the_parts_of_all_ranks():
     store = MemoryStore("1MiB")
     made = manager(shared=[store], workers_hold=False)
     chunk = made.key_of(KEYS[0])
-    store.put(rank_key(chunk, 0), b"x")
+    store.put(blob_key(chunk, 0), b"x")
     assert made.lookup(KEYS[0], CONTEXT) is LookupResult.MISS
-    store.put(rank_key(chunk, 1), b"x")
+    store.put(blob_key(chunk, 1), b"x")
     assert made.lookup(KEYS[0], CONTEXT) is LookupResult.HIT
     assert made.prepare_store(KEYS[:1], CONTEXT).keys_to_store == []
+
+
+def test_a_chunk_is_found_at_any_level_and_stored_unless_it_is_there_at_all():
+    store = MemoryStore("1MiB")
+    made = manager(shared=[store], workers_hold=False, levels=2)
+    chunk = made.key_of(KEYS[0])
+    store.put(blob_key(chunk, 0, level=1), b"x")
+    assert made.lookup(KEYS[0], CONTEXT) is LookupResult.MISS
+    store.put(blob_key(chunk, 1, level=0), b"x")
+    assert made.lookup(KEYS[0], CONTEXT) is LookupResult.HIT
+    for rank in range(2):
+        for level in range(2):
+            assert made.prepare_store(KEYS[:1], CONTEXT).keys_to_store == KEYS[:1]
+            made.take_report(WorkerReport(gone={chunk}))
+            store.put(blob_key(chunk, rank, level), b"x")
+    assert made.prepare_store(KEYS[:1], CONTEXT).keys_to_store == []
+
+
+def test_the_key_of_a_blob_tells_its_chunk_and_level():
+    chunk = manager().key_of(KEYS[0])
+    keys = {blob_key(chunk, rank, level) for rank in range(3) for level in range(3)}
+    assert len(keys) == 9
+    assert {len(key) for key in keys} == {KEY_BYTES}
+    assert split_blob_key(blob_key(chunk, 2, 1)) == (chunk, 1)
+
+
+def test_a_chunk_that_was_given_up_is_a_miss_for_a_while_and_is_not_stored_again():
+    clock = Clock()
+    made = manager(ranks=1, clock=clock)
+    made.prepare_store(KEYS[:1], CONTEXT)
+    chunk = made.key_of(KEYS[0])
+    made.take_report(WorkerReport(stored=Counter({chunk: 1})))
+    made.take_report(WorkerReport(given_up={chunk}))
+    assert made.lookup(KEYS[0], CONTEXT) is LookupResult.MISS
+    assert made.prepare_store(KEYS[:1], CONTEXT).keys_to_store == []
+    clock.now += 31
+    assert made.lookup(KEYS[0], CONTEXT) is LookupResult.HIT
 
 
 def test_a_chunk_that_failed_to_load_is_a_miss_for_a_while_even_where_a_store_lists_it():
@@ -114,7 +153,7 @@ def test_a_chunk_that_failed_to_load_is_a_miss_for_a_while_even_where_a_store_li
     store = MemoryStore("1MiB")
     made = manager(ranks=1, shared=[store], clock=clock)
     chunk = made.key_of(KEYS[0])
-    store.put(rank_key(chunk, 0), b"unreadable")
+    store.put(blob_key(chunk, 0), b"unreadable")
     made.take_report(WorkerReport(failed_loads={7: {chunk}}))
     assert made.lookup(KEYS[0], CONTEXT) is LookupResult.MISS
     clock.now += 31
@@ -126,7 +165,7 @@ def test_a_reset_forgets_everything_and_nothing_of_before_is_found_again():
     made = manager(ranks=1, shared=[store])
     made.prepare_store(KEYS[:1], CONTEXT)
     before = made.key_of(KEYS[0])
-    store.put(rank_key(before, 0), b"x")
+    store.put(blob_key(before, 0), b"x")
     store.put(b"another server's", b"x")
     told = made.tell_namespace()
     made.reset_cache()
@@ -145,6 +184,7 @@ def test_reports_of_several_ranks_add_up():
         completed_jobs={1: 1},
         stored=Counter({b"a": 1}),
         failed_loads={5: {b"x"}},
+        usable_blocks={5: 4, 6: 1},
         counters=Counter({("stored_chunks", ()): 2}),
         gauges={("store_bytes", ("memory", "0")): 10.0},
     )
@@ -152,7 +192,9 @@ def test_reports_of_several_ranks_add_up():
         completed_jobs={1: 1, 2: 1},
         stored=Counter({b"a": 1, b"b": 1}),
         gone={b"c"},
+        given_up={b"z"},
         failed_loads={5: {b"y"}},
+        usable_blocks={5: 2},
         counters=Counter({("stored_chunks", ()): 3}),
         gauges={("store_bytes", ("memory", "1")): 20.0},
     )
@@ -160,6 +202,8 @@ def test_reports_of_several_ranks_add_up():
     assert both.completed_jobs == {1: 2, 2: 1}
     assert both.stored == {b"a": 2, b"b": 1}
     assert both.gone == {b"c"}
+    assert both.given_up == {b"z"}
+    assert both.usable_blocks == {5: 2, 6: 1}
     assert both.failed_loads == {5: {b"x", b"y"}}
     assert both.counters["stored_chunks", ()] == 5
     assert len(both.gauges) == 2

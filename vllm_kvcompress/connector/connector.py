@@ -7,6 +7,7 @@ and a cache reset that reaches them.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from vllm_kvcompress import compat
 from vllm_kvcompress.config import PASSED_TO_VLLM, OffloadSettings
@@ -39,6 +41,7 @@ from vllm_kvcompress.connector.manager import ChunkManager
 from vllm_kvcompress.connector.metrics import WorkerReport
 from vllm_kvcompress.connector.spec import KVCompressSpec, chunk_blocks
 from vllm_kvcompress.connector.worker import ChunkWorker
+from vllm_kvcompress.streaming import RecomputeSpeed
 
 
 @dataclass
@@ -46,6 +49,8 @@ class StepMetadata(OffloadingConnectorMetadata):
     """A step's transfers, and the namespace that their keys belong to."""
 
     namespace: bytes = b""
+    recompute_speed: float = 0.0
+    """Tokens of prefill a second, 0 where loads are not to be weighed against it."""
 
 
 @dataclass
@@ -77,7 +82,7 @@ class _WorkerSide(OffloadingConnectorWorker):
         sent, received = super().get_finished(finished_req_ids)
         # After the transfers, so that no failure of a finished load is left for later.
         self._report = self.worker.take_report()
-        self.failed_requests = {loads[job] for job in self._report.failed_loads if job in loads}
+        self.failed_requests = {loads[job] for job in self._report.usable_blocks if job in loads}
         return sent, received
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
@@ -131,6 +136,9 @@ class KVCompressConnector(OffloadingConnector):
             )
         else:
             self.connector_worker = _WorkerSide(spec, vllm_config, kv_cache_config)
+        self._streaming = settings.streaming
+        self._recompute_speed = RecomputeSpeed()
+        self._usable_blocks: dict[str, int] = {}  # request -> what its load gave before a gap
 
     @property
     def _manager(self) -> ChunkManager:
@@ -148,7 +156,9 @@ class KVCompressConnector(OffloadingConnector):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert self.connector_worker is not None and isinstance(connector_metadata, StepMetadata)
-        self.connector_worker.worker.set_namespace(connector_metadata.namespace)
+        worker = self.connector_worker.worker
+        worker.set_namespace(connector_metadata.namespace)
+        worker.set_recompute_speed(connector_metadata.recompute_speed)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self.connector_worker is not None
@@ -167,6 +177,9 @@ class KVCompressConnector(OffloadingConnector):
         )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        self._recompute_speed.step_begins(
+            scheduler_output.total_num_scheduled_tokens, time.monotonic()
+        )
         step = super().build_connector_meta(scheduler_output)
         assert isinstance(step, OffloadingConnectorMetadata)
         return StepMetadata(
@@ -174,24 +187,60 @@ class KVCompressConnector(OffloadingConnector):
             store_jobs=step.store_jobs,
             jobs_to_flush=step.jobs_to_flush,
             namespace=self._manager.tell_namespace(),
+            recompute_speed=self._recompute_speed.value if self._streaming else 0.0,
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._recompute_speed.step_ends(time.monotonic())
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._manager.take_report(report)
-            for job_id in report.failed_loads:
-                self._store_again(job_id)
+            for job_id, blocks in report.usable_blocks.items():
+                self._take_gap(job_id, blocks, failed=job_id in report.failed_loads)
+        for request_id in connector_output.failed_recving:
+            self._keep_what_came(request_id)
+        for request_id in connector_output.finished_recving or ():
+            self._usable_blocks.pop(request_id, None)
         super().update_connector_output(connector_output)
 
-    def _store_again(self, job_id: int) -> None:
-        """Let the request of a failed load store all its chunks when it has recomputed them."""
+    def _take_gap(self, job_id: int, blocks: int, failed: bool) -> None:
+        """Remember what a load gave; after a failure its request stores all chunks again."""
         scheduler = self.scheduler
         job = scheduler._jobs.get(job_id)
         request = None if job is None else scheduler._req_status.get(job.req_id)
-        if request is not None:
+        if request is None:
+            return
+        known = self._usable_blocks.get(job.req_id, blocks)
+        self._usable_blocks[job.req_id] = min(known, blocks)
+        if failed:
             for group in request.group_states:
                 group.next_stored_chunk_idx = 0
+
+    def _keep_what_came(self, request_id: str) -> None:
+        """Let a request go on from the first gap of its load; vLLM would begin it anew.
+
+        With several cache groups it has to: what a window needs of the end of the prompt is not
+        what it needs anywhere before.
+        """
+        groups = self.scheduler.config.kv_group_configs
+        status = self.scheduler._req_status.get(request_id)
+        if (
+            len(groups) > 1
+            or status is None
+            or status.req.status != RequestStatus.WAITING_FOR_REMOTE_KVS
+        ):
+            return
+        request = status.req
+        request.num_computed_tokens = (
+            self._usable_blocks.get(request_id, 0) * groups[0].tokens_per_block
+        )
+        if request.prefill_stats and request.num_preemptions <= 0:
+            own = min(status.num_locally_computed_tokens, request.num_computed_tokens)
+            request.prefill_stats.set(
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_local_cached_tokens=own,
+                num_external_cached_tokens=request.num_computed_tokens - own,
+            )
 
     @classmethod
     def build_prom_metrics(cls, vllm_config, metric_types, labelnames, per_engine_labelvalues):

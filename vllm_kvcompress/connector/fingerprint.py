@@ -1,8 +1,8 @@
 """Keys of blobs: everything that changes what their bytes mean.
 
-A key is 32 bytes: 8 that name the fingerprint and its epoch, 22 of a digest over fingerprint,
-epoch, block hash and cache group, and 2 for the worker's rank. The header of every blob repeats
-the key, and the worker that loads one checks it.
+A key is 32 bytes: 8 that name the fingerprint and its epoch, 21 of a digest over fingerprint,
+epoch, block hash and cache group, 1 for the level and 2 for the worker's rank. The header of every
+blob repeats the key, and the worker that loads one checks it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 
 KEY_BYTES = 32
 NAMESPACE_BYTES = 8
+LEVEL_BYTES = 1
 RANK_BYTES = 2
+CHUNK_BYTES = KEY_BYTES - LEVEL_BYTES - RANK_BYTES
+"""Length of what names a chunk, whatever its level and the rank."""
 SAMPLE_BYTES = 1 << 16
 
-FORMAT = 1
+FORMAT = 2
 """Raise it when the meaning of keys or of what is stored under them changes."""
 
 
@@ -143,11 +146,19 @@ def namespace(fingerprint: bytes, epoch: bytes) -> bytes:
 
 
 def chunk_key(fingerprint: bytes, epoch: bytes, offload_key: bytes) -> bytes:
-    """The key of a chunk, without the rank. ``offload_key`` is vLLM's block hash and group."""
-    size = KEY_BYTES - NAMESPACE_BYTES - RANK_BYTES
+    """What names a chunk, whatever its level and the rank.
+
+    offload_key: vLLM's block hash and group.
+    """
+    size = CHUNK_BYTES - NAMESPACE_BYTES
     return namespace(fingerprint, epoch) + digest(fingerprint, epoch, offload_key, size=size)
 
 
-def rank_key(key: bytes, rank: int) -> bytes:
-    """The key under which one worker keeps its part of a chunk."""
-    return key + rank.to_bytes(RANK_BYTES, "little")
+def blob_key(chunk: bytes, rank: int, level: int = 0) -> bytes:
+    """The key under which one worker keeps its part of a chunk at one of the levels."""
+    return chunk + level.to_bytes(LEVEL_BYTES) + rank.to_bytes(RANK_BYTES, "little")
+
+
+def split_blob_key(key: bytes) -> tuple[bytes, int]:
+    """What names the chunk, and the level, of a blob's key."""
+    return key[:CHUNK_BYTES], key[CHUNK_BYTES]

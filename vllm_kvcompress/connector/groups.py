@@ -85,6 +85,10 @@ class CacheGroup(ABC):
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, in the form that takes most."""
 
+    @property
+    @abstractmethod
+    def block_tokens(self) -> int: ...
+
     @abstractmethod
     def snapshot(self, block_ids: list[int]) -> Snapshot:
         """Copy whole blocks, in the order of the model's own work on the device."""
@@ -121,6 +125,10 @@ class PlainGroup(CacheGroup):
     @property
     def block_bytes(self) -> int:
         return self.layout.block_bytes()
+
+    @property
+    def block_tokens(self) -> int:
+        return self.layout.block_tokens
 
     def snapshot(self, block_ids: list[int]) -> PlainSnapshot:
         return PlainSnapshot(self, copy_pages(self.pages, block_ids), mark(self.device))
@@ -215,7 +223,11 @@ class PackedGroup(CacheGroup):
     @property
     def block_bytes(self) -> int:
         impls = [layer.impl for layer in self.pooled.layers]
-        return self.pooled.block_tokens * sum(impl.exact_token_bytes for impl in impls)
+        return self.block_tokens * sum(impl.exact_token_bytes for impl in impls)
+
+    @property
+    def block_tokens(self) -> int:
+        return self.pooled.block_tokens
 
     def snapshot(self, block_ids: list[int]) -> PackedSnapshot:
         exact = self.pooled.exact_blocks(block_ids)

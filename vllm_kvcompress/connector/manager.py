@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm.logger import init_logger
@@ -60,6 +60,7 @@ class ChunkManager(OffloadingManager):
         ranks: int,
         shared_stores: Sequence[Store],
         workers_hold: bool,
+        levels: int,
         retry_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -67,6 +68,7 @@ class ChunkManager(OffloadingManager):
         self._ranks = ranks
         self._shared_stores = list(shared_stores)
         self._workers_hold = workers_hold  # workers keep chunks in stores that only they see
+        self._levels = levels
         self._retry_seconds = retry_seconds
         self._clock = clock
 
@@ -126,7 +128,7 @@ class ChunkManager(OffloadingManager):
         now = self._clock()
         for key in keys:
             chunk = self.key_of(key)
-            if chunk is None or chunk in self._held or self._in_shared_store(chunk):
+            if chunk is None or chunk in self._held or self._in_shared_store(chunk, all):
                 continue
             wanted.append(key)
             self._held.add(chunk)
@@ -205,6 +207,8 @@ class ChunkManager(OffloadingManager):
             for chunk in chunks:
                 self._forget(chunk)
                 self._failed[chunk] = now + self._retry_seconds
+        for chunk in report.given_up:
+            self._failed[chunk] = now + self._retry_seconds
         self._counters.update(report.counters)
         self._gauges.update(report.gauges)
         self._raw_bytes += report.counters["stored_raw_bytes", ()]
@@ -230,22 +234,29 @@ class ChunkManager(OffloadingManager):
         allowed = req_context.load_tier_filter.allows
         if chunk in self._held and allowed(Medium.CPU, None):
             return Medium.CPU
-        if allowed(Medium.STORAGE, None) and self._in_shared_store(chunk):
+        if allowed(Medium.STORAGE, None) and self._in_shared_store(chunk, any):
             return Medium.STORAGE
         return None
 
-    def _in_shared_store(self, chunk: bytes) -> bool:
-        """Whether every rank's part of a chunk is in one of the shared stores."""
-        missing = [fingerprint.rank_key(chunk, rank) for rank in range(self._ranks)]
+    def _in_shared_store(self, chunk: bytes, enough: Callable[[Iterable[bool]], bool]) -> bool:
+        """Whether the shared stores have every rank's part of a chunk, at ``any`` of the levels
+        or at ``all`` of them."""
+        found = {
+            fingerprint.blob_key(chunk, rank, level): False
+            for rank in range(self._ranks)
+            for level in range(self._levels)
+        }
         for store in self._shared_stores:
+            missing = [key for key, there in found.items() if not there]
             try:
-                there = store.contains(missing)
+                found.update(zip(missing, store.contains(missing), strict=True))
             except StoreError as error:
                 self._counters["store_errors", (store.name, "scheduler")] += 1
                 logger.warning_once("KV offload: store %s cannot be asked: %s", store.name, error)
                 continue
-            missing = [key for key, found in zip(missing, there, strict=True) if not found]
-            if not missing:
+            there = list(found.values())
+            parts = range(0, len(there), self._levels)
+            if all(enough(there[part : part + self._levels]) for part in parts):
                 return True
         return False
 

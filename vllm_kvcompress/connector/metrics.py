@@ -25,6 +25,8 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "loaded_chunks": ("Chunks that were loaded.", ()),
     "encode_seconds": ("Seconds that threads spent encoding.", ()),
     "decode_seconds": ("Seconds that threads spent decoding.", ()),
+    "loaded_level_chunks": ("Chunks that were loaded, by level.", ("level",)),
+    "given_up_chunks": ("Chunks that were recomputed, as that was faster than their link.", ()),
     "lookup_hits": ("Looked up chunks that were there.", ()),
     "lookup_misses": ("Looked up chunks that were not there.", ()),
     "dropped_chunks": ("Chunks that were not stored, by reason.", ("reason",)),
@@ -76,8 +78,16 @@ class WorkerReport(OffloadingWorkerMetadata):
     """Chunk keys that some rank dropped, failed to store, or evicted."""
     failed_loads: dict[int, set[bytes]] = field(default_factory=dict)
     """Load job → chunk keys that could not be loaded."""
+    given_up: set[bytes] = field(default_factory=set)
+    """Chunk keys that are there, and that recomputing was faster than loading."""
+    usable_blocks: dict[int, int] = field(default_factory=dict)
+    """Load job that did not load everything → blocks of its sequence before the first gap."""
     counters: Counter[Sample] = field(default_factory=Counter)
     gauges: dict[Sample, float] = field(default_factory=dict)
+
+    def has_gap(self, job_id: int, blocks: int) -> None:
+        """A load lacks what comes after so many blocks of its sequence."""
+        self.usable_blocks[job_id] = min(blocks, self.usable_blocks.get(job_id, blocks))
 
     def is_empty(self) -> bool:
         return not (
@@ -85,6 +95,7 @@ class WorkerReport(OffloadingWorkerMetadata):
             or self.stored
             or self.gone
             or self.failed_loads
+            or self.usable_blocks
             or self.counters
             or self.gauges
         )
@@ -96,12 +107,17 @@ class WorkerReport(OffloadingWorkerMetadata):
         failed = {job: set(keys) for job, keys in self.failed_loads.items()}
         for job, keys in other.failed_loads.items():
             failed.setdefault(job, set()).update(keys)
-        return WorkerReport(
+        both = WorkerReport(
             completed_jobs=base.completed_jobs,
             transfer_stats=base.transfer_stats,
             stored=self.stored + other.stored,
             gone=self.gone | other.gone,
             failed_loads=failed,
+            given_up=self.given_up | other.given_up,
+            usable_blocks=dict(self.usable_blocks),
             counters=self.counters + other.counters,
             gauges={**self.gauges, **other.gauges},
         )
+        for job, blocks in other.usable_blocks.items():
+            both.has_gap(job, blocks)
+        return both

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +17,17 @@ from vllm.v1.kv_offload.base import (
 )
 
 from vllm_kvcompress import compat
-from vllm_kvcompress.codecs import create_codec
+from vllm_kvcompress.codecs import Codec, create_codec
 from vllm_kvcompress.config import OffloadSettings
 from vllm_kvcompress.connector import fingerprint
 from vllm_kvcompress.connector.groups import CacheGroup, PackedGroup, PlainGroup
 from vllm_kvcompress.connector.manager import ChunkManager
 from vllm_kvcompress.connector.metrics import metric_definitions
-from vllm_kvcompress.connector.worker import ChunkWorker
+from vllm_kvcompress.connector.worker import ChunkWorker, Level
 from vllm_kvcompress.kernels import pages as page_kernels
 from vllm_kvcompress.layout import PageLayout, find_layout
 from vllm_kvcompress.stores import StoreStack, create_stack
+from vllm_kvcompress.streaming import Prior, Speeds
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,7 +74,7 @@ class KVCompressSpec(OffloadingSpec):
     ) -> None:
         super().__init__(config)
         self.settings = settings
-        self.codec = settings.create_codec()
+        self.codecs = settings.create_codecs()
         self.groups = compat.offload_groups(kv_cache_config)
         self.vllm_config = vllm_config
         self.kv_cache_config = kv_cache_config
@@ -81,6 +84,12 @@ class KVCompressSpec(OffloadingSpec):
         stack = create_stack(self.settings.stores, write_back=self.settings.write_back)
         shared = [store for store in stack.stores if store.shared]
         ranks = self.config.parallel.world_size
+        if len(self.codecs) > 1 and not shared:
+            raise ValueError(
+                f"kv_connector_extra_config: levels is {list(self.settings.levels or ())}, and "
+                "stores has none that outlives this process, to which all but the first level "
+                "would go; add one, such as disk, or give one level"
+            )
         _log_setup(self, stack)
         for store in stack.stores:
             if not store.shared:
@@ -89,12 +98,13 @@ class KVCompressSpec(OffloadingSpec):
             fingerprint.server_fingerprint(
                 self.vllm_config,
                 self.kv_cache_config,
-                self.codec.cache_key(),
+                b"\0".join(codec.cache_key() for codec in self.codecs),
                 self.blocks_per_chunk,
             ),
             ranks=ranks,
             shared_stores=shared,
             workers_hold=len(shared) < len(stack.stores),
+            levels=len(self.codecs),
             retry_seconds=self.settings.retry_seconds,
         )
 
@@ -115,6 +125,7 @@ class KVCompressSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> ChunkWorker:
         groups: list[CacheGroup] = []
+        samples = []
         for spec, layout, refs in zip(
             self.groups, self.layouts, kv_caches.group_data_refs, strict=True
         ):
@@ -138,16 +149,31 @@ class KVCompressSpec(OffloadingSpec):
                     f"kv_connector_extra_config: staging_bytes is {self.settings.staging_bytes}, "
                     f"and one chunk takes {chunk_bytes}; nothing would ever be stored"
                 )
+            if len(self.codecs) > 1 and (layout is None or layout.dtype.itemsize == 1):
+                raise ValueError(
+                    f"kv_connector_extra_config: levels is {list(self.settings.levels or ())}, and "
+                    "pages that are compressed in place are stored without further loss, whatever "
+                    "the level; give one level"
+                )
             if layout is not None:
                 self._warm_up(layout)
+                samples.append(layout)
+        settings = self.settings
+        deadline = math.inf if settings.ttft_slo_ms is None else settings.ttft_slo_ms / 1000
+        priors = [
+            self._measure(codec, samples[0]) if samples else Prior(1.0, math.inf)
+            for codec in self.codecs
+        ]
         return ChunkWorker(
             groups,
             blocks_per_chunk=self.blocks_per_chunk,
-            codec=self.codec,
+            levels=[Level(getattr(codec, "level", codec.name), codec) for codec in self.codecs],
             stores=create_stack(self.settings.stores, write_back=self.settings.write_back),
             rank=self.config.parallel.rank,
             threads=self.settings.threads,
             staging_bytes=self.settings.staging_bytes,
+            speeds=Speeds(priors, self.settings.threads),
+            deadline=deadline,
         )
 
     def worker_fingerprint(self) -> bytes:
@@ -163,7 +189,19 @@ class KVCompressSpec(OffloadingSpec):
         page_kernels.warm_up(layout.dtype.itemsize)
         shape = (1, 2, layout.block_tokens, layout.kv_heads, layout.head_size)
         bits = torch.randn(shape).to(layout.index.device, layout.dtype)
-        self.codec.decode(self.codec.encode(bits), device=layout.index.device)
+        for codec in self.codecs:
+            codec.decode(codec.encode(bits), device=layout.index.device)
+
+    def _measure(self, codec: Codec, layout: PageLayout) -> Prior:
+        """What to expect of a level before it has been used, from a chunk of noise."""
+        tokens = layout.block_tokens * self.blocks_per_chunk
+        shape = (1, 2, tokens, layout.kv_heads, layout.head_size)
+        sample = torch.randn(shape).to(layout.index.device, layout.dtype)
+        blob = codec.encode(sample)
+        started = time.perf_counter()
+        codec.decode(blob, device=layout.index.device).view(-1)[0].item()  # waits for a GPU
+        seconds = time.perf_counter() - started
+        return Prior(ratio=sample.nbytes / len(blob), decode=sample.nbytes / seconds)
 
 
 def _log_setup(spec: KVCompressSpec, stack: StoreStack) -> None:
@@ -173,11 +211,12 @@ def _log_setup(spec: KVCompressSpec, stack: StoreStack) -> None:
         f"{stats.capacity_bytes / 2**20:.0f} MiB"
         for stats in (store.stats() for store in stack.stores)
     )
-    level = getattr(spec.codec, "level", None)
+    levels = [getattr(codec, "level", codec.name) for codec in spec.codecs]
+    names = dict.fromkeys(codec.name for codec in spec.codecs)
     logger.info(
         "KV offload: codec %s%s, chunks of %s tokens, %d threads, stores: %s",
-        spec.codec.name,
-        f" level {level}" if level else "",
+        " and ".join(names),
+        "" if levels == list(names) else f" level {', '.join(levels)}",
         " and ".join(
             str(tokens)
             for tokens in sorted(

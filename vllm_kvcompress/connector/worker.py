@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from vllm.logger import init_logger
@@ -21,7 +20,7 @@ from vllm.v1.kv_offload.base import (
 
 from vllm_kvcompress import compat
 from vllm_kvcompress.codecs import BlobError, Codec
-from vllm_kvcompress.connector.fingerprint import RANK_BYTES, rank_key
+from vllm_kvcompress.connector.fingerprint import blob_key, split_blob_key
 from vllm_kvcompress.connector.groups import (
     CacheGroup,
     Content,
@@ -30,15 +29,21 @@ from vllm_kvcompress.connector.groups import (
     beside_the_model,
     mark,
 )
+from vllm_kvcompress.connector.loading import LoadFailed, Loads
 from vllm_kvcompress.connector.manager import ChunkKeys
 from vllm_kvcompress.connector.metrics import WorkerReport
 from vllm_kvcompress.stores import Store, StoreError, StoreStack
+from vllm_kvcompress.streaming import Speeds, StreamChunk
 
 logger = init_logger(compat.LOGGER_NAME)
 
 
-class LoadFailed(Exception):
-    """A chunk cannot be loaded; the message is the cause, as the metrics label it."""
+@dataclass(frozen=True)
+class Level:
+    """One way in which chunks are stored."""
+
+    name: str
+    codec: Codec
 
 
 @dataclass
@@ -52,14 +57,9 @@ class ChunkBlocks:
     block_ids: list[int]
     index: int
     """Index in the sequence of the first of ``block_ids``."""
-
-
-@dataclass
-class _LoadJob:
-    started: float
-    remaining: int
-    raw_bytes: int = 0
-    futures: list = field(default_factory=list)
+    written: torch.cuda.Event | None = None
+    """When the blocks may be written: their earlier owners, and their zeroing, may still be at
+    work on a GPU."""
 
 
 def _finish_writes(device: torch.device) -> None:
@@ -108,15 +108,17 @@ class ChunkWorker(OffloadingWorker):
         self,
         groups: list[CacheGroup],
         blocks_per_chunk: int,
-        codec: Codec,
+        levels: Sequence[Level],
         stores: StoreStack,
         rank: int,
         threads: int,
         staging_bytes: int,
+        speeds: Speeds,
+        deadline: float,
     ) -> None:
         self._groups = groups
         self._blocks_per_chunk = blocks_per_chunk
-        self._codec = codec
+        self._levels = levels
         self._stores = stores
         self._rank = rank
         self._staging_bytes = staging_bytes
@@ -125,15 +127,17 @@ class ChunkWorker(OffloadingWorker):
         self._namespace = b""
         self._staged: dict[bytes, Snapshot] = {}  # key -> what waits for its encoder
         self._staged_bytes = 0
-        self._load_jobs: dict[int, _LoadJob] = {}
         self._deferred: list[Callable[[], None]] = []  # what loads leave for the model's thread
         self._finished: list[TransferResult] = []
         self._report = WorkerReport()
         self._logged: set[str] = set()
         self._store_events = Counter()
-        self._closed = False
         self._encoders = self._pool("kv-encode", threads)
-        self._decoders = self._pool("kv-decode", threads)
+        self._speeds = speeds
+        # Of several groups all or nothing can be used: a window's blocks are those before the end.
+        self._loads: Loads[ChunkBlocks, bytes | Snapshot] = Loads(
+            self, speeds, threads, deadline, salvage=len(groups) == 1, make_pool=self._pool
+        )
         stores.on_forget = self._on_forget
         self._measure_stores()
 
@@ -177,25 +181,22 @@ class ChunkWorker(OffloadingWorker):
             self._groups, self._blocks_per_chunk, dst_spec, src_spec
         )
         for key in unclear:
-            self._fail(job_id, key, "incomplete")
+            self._fail(job_id, key, 0, "incomplete")
+        written = mark(self._groups[0].device)
         for chunk in chunks:
+            chunk.written = written
             # Groups share block numbers and memory: what another group remembers of these blocks
             # is of their former life.
             for group in self._groups:
                 group.prepare_load(chunk.block_ids)
-        job = _LoadJob(started=time.monotonic(), remaining=max(1, len(chunks)))
-        # The blocks' earlier owners, and their zeroing, may still be at work on a GPU.
-        written = mark(self._groups[0].device)
-        with self._lock:
-            self._load_jobs[job_id] = job
-        if not chunks:
-            self._load_done(job_id, 0)
-        job.futures = [
-            self._decoders.submit(self._load, job_id, chunk, written) for chunk in chunks
-        ]
+        if chunks:
+            self._loads.begin(job_id, chunks, self._plan(chunks))
+        else:
+            self.done(job_id, 0, 0.0)
         return True
 
     def get_finished(self) -> list[TransferResult]:
+        self._loads.give_up_late()
         with self._lock:
             finished, self._finished = self._finished, []
         # After that: a load that ends in between is reported, with its rest done, the next time.
@@ -207,9 +208,7 @@ class ChunkWorker(OffloadingWorker):
 
         Stores need no waiting: their pages were copied when they were submitted.
         """
-        with self._lock:
-            futures = [f for j in job_ids if (job := self._load_jobs.get(j)) for f in job.futures]
-        wait_for(futures)
+        self._loads.wait(job_ids)
         self._finish_deferred()
 
     def _finish_deferred(self) -> None:
@@ -217,6 +216,10 @@ class ChunkWorker(OffloadingWorker):
             deferred, self._deferred = self._deferred, []
         for action in deferred:
             action()
+
+    def set_recompute_speed(self, tokens_per_second: float) -> None:
+        """What recomputing would do; 0, as long as it is not known, is never the better choice."""
+        self._speeds.recompute = tokens_per_second
 
     def set_namespace(self, namespace: bytes) -> None:
         """Forget everything stored under another namespace (after a reset of the cache)."""
@@ -241,31 +244,59 @@ class ChunkWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         """Finish what is being stored, write what only a volatile store holds, end the threads."""
-        self._closed = True
-        self._decoders.shutdown(wait=True, cancel_futures=True)
+        self._loads.shutdown()
         self._encoders.shutdown(wait=True)
         self._stores.close()
+
+    def _plan(self, chunks: list[ChunkBlocks]) -> list[StreamChunk]:
+        """What is known of the chunks of a load."""
+        blocks = Counter(chunk.group.group_id for chunk in chunks for _ in chunk.block_ids)
+        longest = max(blocks, key=lambda group_id: blocks[group_id])
+        plan = []
+        for chunk in chunks:
+            everywhere = set(range(len(self._levels)))
+            here = everywhere
+            if chunk.key not in self._staged:
+                keys = {level: blob_key(chunk.key, self._rank, level) for level in everywhere}
+                here = {level for level, key in keys.items() if self._is_here(key)}
+            plan.append(
+                StreamChunk(
+                    # Groups cover the same tokens, which are recomputed once.
+                    tokens=len(chunk.block_ids) * chunk.group.block_tokens
+                    if chunk.group.group_id == longest
+                    else 0,
+                    raw_bytes=chunk.group.block_bytes * self._blocks_per_chunk,
+                    levels=everywhere,
+                    here=here,
+                )
+            )
+        return plan
 
     # --- on the threads ---------------------------------------------------------------------
 
     def _store(self, chunk: ChunkBlocks, snapshot: Snapshot, namespace: bytes) -> None:
         reason = None
         raw_bytes = snapshot.nbytes
-        blob = b""
+        blob_bytes = 0
         seconds = 0.0
         try:
-            key = rank_key(chunk.key, self._rank)
-            started = time.thread_time()
-            with beside_the_model(chunk.group.device):
-                blob = chunk.group.encode(snapshot, self._codec, key)
-            seconds = time.thread_time() - started
-            if namespace != self._namespace:
-                reason = "reset"
-            elif not self._stores.put(key, blob):
-                reason = "refused"
-            elif namespace != self._namespace:  # reset while it was being put
-                self._remove(key)
-                reason = "reset"
+            for number, level in enumerate(self._levels):
+                key = blob_key(chunk.key, self._rank, number)
+                started = time.thread_time()
+                with beside_the_model(chunk.group.device):
+                    blob = chunk.group.encode(snapshot, level.codec, key)
+                seconds += time.thread_time() - started
+                self._loads.blob_seen(number, raw_bytes, len(blob))
+                blob_bytes += len(blob)
+                if namespace != self._namespace:
+                    reason = "reset"
+                elif not self._put(number, key, blob):
+                    reason = "refused"
+                elif namespace != self._namespace:  # reset while it was being put
+                    self._remove(key)
+                    reason = "reset"
+                if reason is not None:
+                    break
         except StoreError as error:
             reason = "store_error"
             self._log_once(reason, "storing a chunk failed: %s", error)
@@ -284,7 +315,7 @@ class ChunkWorker(OffloadingWorker):
             count = self._report.counters
             count["stored_chunks", ()] += 1
             count["stored_raw_bytes", ()] += raw_bytes
-            count["stored_blob_bytes", ()] += len(blob)
+            count["stored_blob_bytes", ()] += blob_bytes
             count["encode_seconds", ()] += seconds
             self._report.stored[chunk.key] += 1
 
@@ -295,42 +326,46 @@ class ChunkWorker(OffloadingWorker):
             self._log_once("reset", "store %s was not cleared: %s", store.name, error)
         self._measure_stores()
 
-    def _load(self, job_id: int, chunk: ChunkBlocks, written: torch.cuda.Event | None) -> None:
-        raw_bytes = 0
-        try:
-            if not self._closed:
-                with beside_the_model(chunk.group.device):
-                    if written is not None:
-                        torch.cuda.current_stream().wait_event(written)
-                    raw_bytes = self._load_chunk(chunk)
-        except LoadFailed as failure:
-            self._fail(job_id, chunk.key, str(failure))
-        except Exception:
-            self._log_once("error", "loading a chunk failed", exc_info=True)
-            self._fail(job_id, chunk.key, "error")
-        finally:
-            self._measure_stores()
-            self._load_done(job_id, raw_bytes)
-
-    def _load_chunk(self, chunk: ChunkBlocks) -> int:
+    def fetch(self, chunk: ChunkBlocks, level: int) -> tuple[bytes | Snapshot, int] | None:
         with self._lock:
             staged = self._staged.get(chunk.key)
         if staged is not None:
-            raw_bytes = self._write(chunk, staged)
-            self._count_load(raw_bytes)
-            return raw_bytes
-
-        key = rank_key(chunk.key, self._rank)
+            return staged, 0
+        key = blob_key(chunk.key, self._rank, level)
+        here = self._is_here(key)
         try:
             blob = self._stores.get(key)
         except StoreError as error:
             self._log_once("store_error", "a store could not be read: %s", error)
             raise LoadFailed("store_error") from error
-        if blob is None:
-            raise LoadFailed("missing")
+        except Exception as error:
+            self._log_once("error", "loading a chunk failed", exc_info=True)
+            raise LoadFailed("error") from error
+        return None if blob is None else (blob, 0 if here else len(blob))
+
+    def place(self, job_id: int, chunk: ChunkBlocks, level: int, fetched: bytes | Snapshot) -> int:
+        try:
+            with beside_the_model(chunk.group.device):
+                if chunk.written is not None:
+                    torch.cuda.current_stream().wait_event(chunk.written)
+                if isinstance(fetched, Snapshot):
+                    raw_bytes = self._write(chunk, fetched)
+                    self._count_load(raw_bytes)
+                    return raw_bytes
+                return self._decode(chunk, level, fetched)
+        except LoadFailed:
+            raise
+        except Exception as error:
+            self._log_once("error", "loading a chunk failed", exc_info=True)
+            raise LoadFailed("error") from error
+        finally:
+            self._measure_stores()
+
+    def _decode(self, chunk: ChunkBlocks, level: int, blob: bytes) -> int:
+        key = blob_key(chunk.key, self._rank, level)
         started = time.thread_time()
         try:
-            content = chunk.group.decode(blob, self._codec, key)
+            content = chunk.group.decode(blob, self._levels[level].codec, key)
             if content.blocks > self._blocks_per_chunk:
                 raise ForeignBlob(f"a blob of {content.blocks} blocks")
         except BlobError as error:
@@ -343,6 +378,8 @@ class ChunkWorker(OffloadingWorker):
             raise LoadFailed("foreign") from error
         raw_bytes = self._write(chunk, content)
         self._count_load(raw_bytes, len(blob), time.thread_time() - started)
+        with self._lock:
+            self._report.counters["loaded_level_chunks", (self._levels[level].name,)] += 1
         return raw_bytes
 
     def _count_load(self, raw_bytes: int, blob_bytes: int = 0, seconds: float = 0) -> None:
@@ -370,6 +407,16 @@ class ChunkWorker(OffloadingWorker):
         _finish_writes(chunk.group.device)
         return content.nbytes * len(chunk.block_ids) // content.blocks
 
+    def _put(self, level: int, key: bytes, blob: bytes) -> bool:
+        """The first level goes to all stores. The others are for links: what a store of this
+        process alone holds needs none."""
+        if level == 0:
+            return self._stores.put(key, blob)
+        return any([store.put(key, blob) for store in self._stores.stores if store.shared])
+
+    def _is_here(self, key: bytes) -> bool:
+        return any(store.contains([key])[0] for store in self._stores.stores if not store.shared)
+
     def _remove(self, key: bytes) -> None:
         try:
             self._stores.remove([key])
@@ -378,26 +425,27 @@ class ChunkWorker(OffloadingWorker):
 
     # --- bookkeeping ------------------------------------------------------------------------
 
-    def _load_done(self, job_id: int, raw_bytes: int) -> None:
+    def done(self, job_id: int, raw_bytes: int, seconds: float) -> None:
+        result = TransferResult(
+            job_id=job_id, success=True, transfer_size=raw_bytes, transfer_time=seconds
+        )
         with self._lock:
-            job = self._load_jobs[job_id]
-            job.remaining -= 1
-            job.raw_bytes += raw_bytes
-            if job.remaining:
-                return
-            del self._load_jobs[job_id]
-            self._finished.append(
-                TransferResult(
-                    job_id=job_id,
-                    success=True,
-                    transfer_size=job.raw_bytes,
-                    transfer_time=time.monotonic() - job.started,
-                )
-            )
+            self._finished.append(result)
 
-    def _fail(self, job_id: int, key: bytes, cause: str) -> None:
+    def failed(self, job_id: int, chunk: ChunkBlocks, cause: str) -> None:
+        self._fail(job_id, chunk.key, chunk.index, cause)
+
+    def given_up(self, job_id: int, chunks: Sequence[ChunkBlocks]) -> None:
+        with self._lock:
+            for chunk in chunks:
+                self._report.given_up.add(chunk.key)
+                self._report.counters["given_up_chunks", ()] += 1
+                self._report.has_gap(job_id, chunk.index)
+
+    def _fail(self, job_id: int, key: bytes, index: int, cause: str) -> None:
         with self._lock:
             self._report.failed_loads.setdefault(job_id, set()).add(key)
+            self._report.has_gap(job_id, index)
             self._report.counters["load_failures", (cause,)] += 1
 
     def _drop(self, key: bytes, reason: str) -> None:
@@ -407,8 +455,11 @@ class ChunkWorker(OffloadingWorker):
         self._log_once(f"dropped {reason}", "a chunk was not stored: %s", reason)
 
     def _on_forget(self, key: bytes) -> None:
+        chunk, level = split_blob_key(key)
+        if level:  # such blobs are no reason for the scheduler to count a chunk as held
+            return
         with self._lock:
-            self._report.gone.add(key[:-RANK_BYTES])
+            self._report.gone.add(chunk)
 
     def _measure_stores(self) -> None:
         """Take the stores' statistics, on a thread that may wait for a store."""
