@@ -21,8 +21,12 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel needs: registers a thread, spilled bytes a thread (on AMD: registers),
-    stack bytes a thread, shared memory bytes a program, and its warps."""
+    """What a compiled kernel needs: registers a thread, spilled bytes a thread (on AMD: vector
+    registers), stack bytes a thread, shared memory bytes a program, and its warps.
+
+    What AMD's compiler calls spilled scalar registers stays in lanes of vector registers, which are
+    counted, or takes stack.
+    """
 
     kernel: str
     target: str
@@ -42,8 +46,7 @@ def resources_of(compiled: Any, kernel: str, target: str) -> Resources:
         def number(name: str) -> int:
             return int(re.search(rf"\.{name}:\s*(\d+)", text).group(1))
 
-        spills = number("vgpr_spill_count") + number("sgpr_spill_count")
-        stack = number("private_segment_fixed_size")
+        spills, stack = number("vgpr_spill_count"), number("private_segment_fixed_size")
         return Resources(kernel, target, number("vgpr_count"), spills, stack, shared, warps)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

@@ -103,12 +103,13 @@ def _variants_of(name: str, page: Page, target: GPUTarget, grouped: int) -> Iter
     yield variant(packing.pack_values, pack_options(page), TOKENS=tokens, DOT=page.kind)
     yield variant(unpacking.unpack_pages, unpack_options(page), DOT=page.kind)
     amd = target.backend == "hip"
+    capability = 0 if amd else target.arch
     columns = decode_columns(grouped, amd)
-    yield variant(decode.decode_history, decode_options(page), N=columns, DOT=page.kind, **plain)
+    options = decode_options(page, capability)
+    yield variant(decode.decode_history, options, N=columns, DOT=page.kind, **plain)
     merge = {**FUSED, "num_warps": 4}
     yield variant(decode.decode_merge, merge, CAPPED=False, SINKS=False)
-    # On AMD the capability that torch reports is the architecture's: 9 for gfx942.
-    rows = prefill_rows(page, 1 << 20, not amd and target.arch < 90)
+    rows = prefill_rows(page, 1 << 20, capability)
     yield variant(
         prefilling.prefill, prefill_options(page, rows), M=rows, DOT=page.kind, SINKS=False, **plain
     )
