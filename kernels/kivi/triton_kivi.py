@@ -61,8 +61,13 @@ def unpack_options(page: Page) -> dict[str, object]:
     return {**EXACT, "num_warps": _warps(page.channels * page.group, 32)}
 
 
-def decode_options(page: Page) -> dict[str, object]:
-    return {**FUSED, "num_warps": _warps(page.channels * page.group, 64), "num_stages": 1}
+def decode_options(page: Page, capability: int) -> dict[str, object]:
+    """Options of ``decode_history``; capability: of CUDA, ten times, or 0 for another device."""
+    options = {**FUSED, "num_warps": _warps(page.channels * page.group, 64), "num_stages": 1}
+    if 0 < capability < 90:
+        # The assembler would spill two registers to fit one more program on a multiprocessor.
+        options["maxnreg"] = 255
+    return options
 
 
 def prefill_options(page: Page, rows: int) -> dict[str, object]:
@@ -80,19 +85,25 @@ def decode_columns(grouped: int, amd: bool = torch.version.hip is not None) -> i
     return max(16 if amd else 8, triton.next_power_of_2(grouped))
 
 
-def prefill_rows(page: Page, queries: int, old: bool) -> int:
-    """Rows of a tile of ``prefill``; old: before Hopper, operands all pass through registers."""
+def prefill_rows(page: Page, queries: int, capability: int) -> int:
+    """Rows of a tile of ``prefill``; capability: of CUDA, ten times, or 0 for another device."""
     most = TILING.rows
-    # More would spill registers.
+    # More would spill registers. Before Hopper operands all pass through them; on AMD fewer rows
+    # take fewer threads, and more registers of each.
     large = page.channels * page.group > 4096
-    if (old and (large or page.rotated)) or (large and page.rotated):
+    if (capability and large and page.rotated) or (
+        0 < capability < 90 and (large or page.rotated)
+    ):
         most = min(most, 32)
     return min(most, max(16, triton.next_power_of_2(queries)))
 
 
 @functools.cache
-def _old(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9
+def _capability(device: torch.device) -> int:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 @functools.cache
@@ -216,6 +227,7 @@ def attend(
         "SLOPES": attention.slopes is not None,
     }
     numbers = float(attention.scale), float(attention.soft_cap)
+    capability = _capability(query.device)
     with torch.cuda.device_of(query):
         splits = _splits(page, query.device, sequences * kv_heads, max_seq)
         size = (sequences, heads, splits)
@@ -224,7 +236,7 @@ def attend(
         decode.decode_history[splits, kv_heads, sequences](
             query, *data, *exact, query_start, seq_lens, slopes, sums, tops, *numbers,
             attention.window, heads, grouped, *between["q"], block_table.stride(0), *strides,
-            N=decode_columns(grouped), **common, **matrices, **decode_options(page),
+            N=decode_columns(grouped), **common, **matrices, **decode_options(page, capability),
         )  # fmt: skip
         decode.decode_merge[sequences, heads](
             query, key, value, query_start, sinks, sums, tops, out, *numbers, splits, heads,
@@ -233,7 +245,7 @@ def attend(
         )  # fmt: skip
         if max_query < 2:
             return
-        rows = prefill_rows(page, max_query * grouped, _old(query.device))
+        rows = prefill_rows(page, max_query * grouped, capability)
         prefilling.prefill[triton.cdiv(max_query * grouped, rows), kv_heads, sequences](
             query, key, value, *data, *exact, query_start, seq_lens, slopes, sinks, out,
             *numbers, attention.window, grouped, *between["q"], *between["k"], *between["v"],
