@@ -25,7 +25,7 @@ from vllm_kvcompress.capacity import (
     _Layout,
     plan,
 )
-from vllm_kvcompress.config import SLIDING_WINDOW, KiviSettings
+from vllm_kvcompress.config import KIVI_DTYPES, SLIDING_WINDOW, KiviSettings
 from vllm_kvcompress.model_layers import AttentionLayer, ModelLayers
 
 MEMORY = 1 << 30
@@ -256,13 +256,15 @@ def test_every_dtype_of_vllm_is_counted():
 
     from vllm.config import cache
 
-    assert set(get_args(cache.CacheDType)) == set(CACHE_DTYPES)
+    # The plugin, where it has been loaded, has added those of KIVI pages.
+    assert {*get_args(cache.CacheDType), *KIVI_DTYPES} == set(CACHE_DTYPES)
 
 
 @pytest.mark.parametrize("skip", ["0", "2"])
 @pytest.mark.parametrize("dtype", ["kivi_2bit", "kivi_4bit"])
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_blocks_beside_layers_left_out_are_those_of_vllm_on_a_gpu(dtype, skip, head_size, tmp_path):
+    from vllm.config import set_current_vllm_config
     from vllm.platforms.interface import Platform
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
@@ -273,7 +275,8 @@ def test_blocks_beside_layers_left_out_are_those_of_vllm_on_a_gpu(dtype, skip, h
     config = configured(model, dtype, block_size=64, kv_cache_dtype_skip_layers=[skip])
     # vLLM takes the backend of the first layer.
     backend = TritonAttentionBackend if skip == "0" else KiviBackend
-    Platform._align_heterogeneous_kv_block_size(config, backend)
+    with set_current_vllm_config(config):
+        Platform._align_heterogeneous_kv_block_size(config, backend)
     cache = CacheOptions(dtype, KiviSettings(), (skip,))
     found = plan(ModelLayers.read(model), EngineOptions(block_size=64), cache)
     assert {pages.block for pages in found.groups[0]} == {config.cache_config.block_size}

@@ -1,0 +1,153 @@
+"""Options of the command line that stand for settings of KIVI pages and of the offload."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def number(text: str) -> int | float:
+    """A number, whole if it is written so."""
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def names(text: str) -> list[str]:
+    """Names between commas."""
+    return text.split(",")
+
+
+KIVI: dict[str, tuple[Callable[[str], Any] | None, str]] = {
+    "preset": (str, "balanced or kivi, the published method: where the others' defaults come from"),
+    "group_size": (int, "tokens of a group of K, and channels of a group of V: 32, 64 or 128"),
+    "residual_length": (int, "most recent tokens of a request that stay exact"),
+    "sink_tokens": (int, "first tokens of a request that stay exact"),
+    "boosted_channels": (number, "K channels with 4 bits: a share, or a multiple of 16"),
+    "clipping": (str, "how scales are found: none, or least_squares"),
+    "rotate_values": (None, "rotate V over its channels"),
+    "pool_share": (float, "most that exact tokens take of the KV cache's memory"),
+    "skip_dtype": (str, "kv_cache_dtype of the layers in --kv-cache-dtype-skip-layers"),
+}
+"""Settings of KIVI pages, given as ``--kivi-NAME``: how a value is read (None: a switch)."""
+
+OFFLOAD: dict[str, tuple[Callable[[str], Any] | None, str]] = {
+    "codec": (str, "cachegen or raw"),
+    "level": (str, "of cachegen: lossless, high, medium, low or paper"),
+    "levels": (names, "levels at which every chunk is stored, such as high,low"),
+    "ttft_slo_ms": (number, "deadline for the loading of a prompt, in milliseconds"),
+    "write_back": (None, "a store gets a blob only when the one above evicts it"),
+    "chunk_tokens": (int, "tokens of one blob"),
+    "threads": (int, "threads for encoding, and as many for decoding, in each worker"),
+    "staging_bytes": (str, "pages that may wait for their encoder, such as 512MiB"),
+    "retry_seconds": (number, "how long a chunk that failed to load counts as a miss"),
+}
+"""Settings of the offload, given as ``--kv-NAME``; the stores are ``--kv-store``."""
+
+STORE_FORM = "TYPE:SETTING[,SETTING][,NAME=VALUE]"
+
+
+def add_kivi_options(parser: argparse.ArgumentParser) -> None:
+    """``--kivi-NAME`` for every setting of KIVI pages."""
+    group = parser.add_argument_group("settings of KIVI pages")
+    _add(group, "kivi", KIVI)
+
+
+def add_offload_options(parser: argparse.ArgumentParser) -> None:
+    """``--kv-NAME`` for every setting of the offload, and ``--kv-store``."""
+    group = parser.add_argument_group("offload; any of these switches it on")
+    _add(group, "kv", OFFLOAD)
+    group.add_argument(
+        "--kv-store",
+        dest="kv_stores",
+        action="append",
+        metavar=STORE_FORM,
+        help="a store, such as memory:8GiB or disk:/var/cache/kv,100GiB; again for one below it",
+    )
+
+
+def _add(
+    group: Any, prefix: str, settings: Mapping[str, tuple[Callable[[str], Any] | None, str]]
+) -> None:
+    for name, (read, explanation) in settings.items():
+        option = f"--{prefix}-{name.replace('_', '-')}"
+        if read is None:
+            group.add_argument(option, action=argparse.BooleanOptionalAction, help=explanation)
+        else:
+            group.add_argument(option, type=read, metavar="VALUE", help=explanation)
+
+
+def kivi_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings of KIVI pages that were given."""
+    return _given(arguments, "kivi", KIVI)
+
+
+def offload_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The ``kv_connector_extra_config`` that was given; empty if none was.
+
+    Raises ValueError for a store that makes no sense.
+    """
+    found = _given(arguments, "kv", OFFLOAD)
+    if arguments.kv_stores:
+        found["stores"] = [parse_store(text) for text in arguments.kv_stores]
+    return found
+
+
+def _given(arguments: argparse.Namespace, prefix: str, names: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: getattr(arguments, f"{prefix}_{name}") for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def parse_store(text: str) -> dict[str, Any]:
+    """``disk:/path,20GiB`` as the settings of a store.
+
+    What has no name is a setting of the store in the order in which its class takes them. Raises
+    ValueError that says what to write.
+    """
+    from vllm_kvcompress.stores import store_class, store_types
+
+    kind, colon, rest = text.partition(":")
+    if kind not in store_types():
+        raise ValueError(
+            f"--kv-store {text}: there is no type {kind!r}; choose from "
+            f"{', '.join(store_types())}, and write {STORE_FORM}"
+        )
+    parameters = inspect.signature(store_class(kind)).parameters
+    found: dict[str, Any] = {"type": kind}
+    places = iter(parameters)
+    for part in rest.split(",") if colon else []:
+        name, equals, value = part.partition("=")
+        if not equals or name not in parameters:
+            name, value = next(places, ""), part
+        if not name or not value or name in found:
+            raise ValueError(
+                f"--kv-store {text}: {part!r} is one too many, or empty; {kind} takes "
+                f"{', '.join(parameters)}"
+            )
+        found[name] = _value(value)
+    missing = [name for name, p in parameters.items() if p.default is p.empty and name not in found]
+    if missing:
+        raise ValueError(f"--kv-store {text}: {kind} needs {missing[0]}; write {STORE_FORM}")
+    return found
+
+
+def _value(text: str) -> Any:
+    """A number or a truth value if it is written as one, else text."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return found if isinstance(found, int | float) else text
+
+
+def human_size(count: float) -> str:
+    """Bytes for a person, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"

@@ -1,0 +1,122 @@
+"""vllm serve, with the settings of this package as plain options.
+
+Every option that is not one of these is passed on to vLLM as it is. The equivalent `vllm serve`
+line is printed to standard error before it is run; with --dry-run it is printed, and not run.
+
+  vllm-kvcompress serve MODEL --kv-cache-dtype kivi_2bit --kivi-group-size 128
+  vllm-kvcompress serve MODEL --kv-level medium --kv-store memory:8GiB \\
+      --kv-store disk:/var/cache/kv,100GiB --max-model-len 32768
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_kvcompress.cli.options import (
+    add_kivi_options,
+    add_offload_options,
+    kivi_settings,
+    offload_settings,
+)
+
+TRANSFER = "--kv-transfer-config"
+ADDITIONAL = "--additional-config"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The settings; the model and everything else are vLLM's."""
+    parser.usage = "%(prog)s MODEL [options] [options of vllm serve]"
+    parser.add_argument("--dry-run", action="store_true", help="print the line, and do not run it")
+    add_offload_options(parser)
+    add_kivi_options(parser)
+    parser.set_defaults(rest=[])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the line, then become it."""
+    command = vllm_command(arguments)
+    if arguments.json:
+        print(json.dumps(command))
+    elif arguments.dry_run:
+        print(shlex.join(command))
+    else:
+        print(shlex.join(command), file=sys.stderr)
+    if arguments.dry_run:
+        return 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(vllm_path(), command)
+
+
+def vllm_path() -> str:
+    """The ``vllm`` command of this environment. Raises ValueError if there is none."""
+    beside = Path(sys.executable).with_name("vllm")
+    found = str(beside) if beside.is_file() else shutil.which("vllm")
+    if found is None:
+        raise ValueError("there is no vllm command; install vLLM 0.32.0 into this environment")
+    return found
+
+
+def vllm_command(arguments: argparse.Namespace) -> list[str]:
+    """The arguments of the equivalent ``vllm serve``, the command's name first.
+
+    Raises ValueError that names the option, for a value that cannot be used and for settings that
+    are given in two ways.
+    """
+    rest: list[str] = arguments.rest
+    offload, kivi = offload_settings(arguments), kivi_settings(arguments)
+    command = ["vllm", "serve", *rest]
+    if offload:
+        _refuse_both(rest, TRANSFER, "--kv-codec, --kv-store and their like")
+        _check_offload(offload)
+        transfer = {
+            "kv_connector": "KVCompressConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": offload,
+        }
+        command += [TRANSFER, json.dumps(transfer)]
+    if kivi:
+        _refuse_both(rest, ADDITIONAL, "--kivi-...")
+        _check_kivi(kivi, rest)
+        command += [ADDITIONAL, json.dumps({"kvcompress": {"kivi": kivi}})]
+    return command
+
+
+def _refuse_both(rest: Sequence[str], option: str, ours: str) -> None:
+    # vLLM also takes single keys, as in --additional-config.name value.
+    if any(text.replace("_", "-").partition("=")[0].partition(".")[0] == option for text in rest):
+        raise ValueError(f"{option} is given, and {ours} too; put all settings into one of them")
+
+
+def _check_offload(settings: dict) -> None:
+    from vllm_kvcompress.config import OffloadSettings
+
+    OffloadSettings.parse(settings)
+
+
+def _check_kivi(settings: dict, rest: Sequence[str]) -> None:
+    from vllm_kvcompress.config import KIVI_DTYPES, KiviSettings
+
+    KiviSettings.parse({"kvcompress": {"kivi": settings}})
+    dtype = option_value(rest, "--kv-cache-dtype")
+    if dtype not in KIVI_DTYPES:
+        raise ValueError(
+            f"--kivi-{next(iter(settings)).replace('_', '-')} changes nothing without KIVI pages; "
+            f"give --kv-cache-dtype with one of {', '.join(KIVI_DTYPES)}"
+        )
+
+
+def option_value(rest: Sequence[str], option: str) -> str | None:
+    """The value of an option among vLLM's, None if it is not there."""
+    for place, text in enumerate(rest):
+        name, equals, value = text.partition("=")
+        if name.replace("_", "-") == option:
+            return value if equals else next(iter(rest[place + 1 :]), None)
+    return None
