@@ -33,6 +33,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "load_failures": ("Chunks that failed to load and were recomputed, by cause.", ("cause",)),
     "evictions": ("Blobs that a store evicted.", ("store", "rank")),
     "store_errors": ("Errors that a store met.", ("store", "rank")),
+    "rejected_blobs": ("Blobs that a store's seal_key did not open.", ("store", "rank")),
 }
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "compression_ratio": ("Bytes of all stored KV over the bytes of its blobs.", ()),

@@ -472,7 +472,11 @@ class ChunkWorker(OffloadingWorker):
                 gauges["store_bytes", where] = stats.bytes_held
                 gauges["store_entries", where] = stats.entries
                 gauges["store_capacity_bytes", where] = stats.capacity_bytes
-                for name, total in (("evictions", stats.evictions), ("store_errors", stats.errors)):
+                for name, total in (
+                    ("evictions", stats.evictions),
+                    ("store_errors", stats.errors),
+                    ("rejected_blobs", stats.rejected),
+                ):
                     delta = total - self._store_events[name, where]
                     if delta > 0:
                         count[name, where] += delta
