@@ -58,6 +58,24 @@ DEEPSEEK_V3 = {
 }
 
 
+QWEN3_NEXT = {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 262144,
+    "torch_dtype": "bfloat16",
+}
+
+
 def kivi(**given: Any) -> KiviSettings:
     return KiviSettings.parse({"kvcompress": {"kivi": given}})
 
@@ -142,6 +160,18 @@ def test_a_window_bounds_what_a_long_request_holds():
     assert found.request_bytes(32768) < planned(all_full).request_bytes(32768) / 2
 
 
+def test_states_of_a_hybrid_do_not_grow_and_blocks_cover_them():
+    found = planned(QWEN3_NEXT, engine=EngineOptions())
+    state = 2 * (8192 * 3 + 32 * 128 * 128)  # 8192 channels of a convolution, 32 heads
+    assert {pages.block for group in found.groups for pages in group} == {544}
+    assert state <= found.groups[0][0].page_bytes == 544 * 2048
+    assert [len(group) for group in found.groups] == [12, 12, 12, 12]
+    assert found.request_blocks(544 * 10) == 10 + 3 * 2
+    assert found.token_bytes() == 12 * 2048
+    ranks = EngineOptions(tensor_parallel_size=2)
+    assert 2 * planned(QWEN3_NEXT, engine=ranks).block_bytes == found.block_bytes
+
+
 def test_fp8_that_a_checkpoint_asks_for_is_what_auto_means():
     scheme = {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}
     asked = planned({**LLAMA_3_8B, **scheme})
@@ -189,6 +219,8 @@ def test_a_config_that_cannot_be_counted_is_refused_by_the_name_of_the_field(cha
 @pytest.mark.parametrize(
     ("config", "dtype", "given", "expected"),
     [
+        (QWEN3_NEXT, "kivi_2bit", {}, "models with Mamba or other state layers"),
+        (QWEN3_NEXT, "fp8", {"skip_layers": ["3"]}, "not counted for models with state layers"),
         (LLAMA_3_8B, "kivi_3bit", {}, "kivi_3bit.*choose from.*kivi_2bit"),
         (LLAMA_3_8B, "fp8_ds_mla", {}, "for models with MLA only"),
         (DEEPSEEK_V3, "kivi_2bit", {}, "kivi_2bit does not support multi-head latent"),
@@ -252,12 +284,18 @@ json_values = st.recursive(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    base=st.sampled_from([LLAMA_3_8B, GEMMA, DEEPSEEK_V3]),
+    base=st.sampled_from([LLAMA_3_8B, GEMMA, DEEPSEEK_V3, QWEN3_NEXT]),
     changes=st.dictionaries(
         st.sampled_from(
             [
-                *(*LLAMA_3_8B, *GEMMA, *DEEPSEEK_V3, "num_kv_shared_layers", "text_config"),
-                *("quantization_config", "index_topk", "index_topk_pattern", "index_head_dim"),
+                *(*LLAMA_3_8B, *GEMMA, *DEEPSEEK_V3, *QWEN3_NEXT, "num_kv_shared_layers"),
+                *(
+                    "text_config",
+                    "quantization_config",
+                    "index_topk",
+                    "index_topk_pattern",
+                    "index_head_dim",
+                ),
             ]
         ).filter(lambda name: name != "model_type"),
         json_values,

@@ -63,9 +63,11 @@ def test_readme_names_all(kind):
     assert named()[kind] <= words
 
 
-def test_paths_in_the_readme_exist():
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_paths_in_the_documents_exist(document):
     paths = re.findall(
-        r"`((?:vllm_kvcompress|kernels|tests|requirements|packaging)/[\w./-]+)`", README
+        r"`((?:vllm_kvcompress|kernels|tests|requirements|packaging|benchmarks)/[\w./-]+)`",
+        (ROOT / document).read_text(),
     )
     assert paths
     assert [path for path in paths if not (ROOT / path).exists()] == []

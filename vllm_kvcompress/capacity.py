@@ -120,7 +120,7 @@ class LayerPages:
     """The pages of one layer on one rank. Layers with equal pages can share a group."""
 
     kind: str
-    """``full``, ``window`` or ``chunk``."""
+    """``full``, ``window``, ``chunk``, or ``state`` of a layer that keeps no tokens."""
     block: int
     """Tokens of a page."""
     token_bytes: int
@@ -129,7 +129,7 @@ class LayerPages:
     heads: int
     head_size: int
     reach: int = 0
-    """Tokens of the window or chunk."""
+    """Tokens of the window or chunk; blocks that a request holds of a state."""
     padded: int | None = None
     """Bytes that the page is padded to."""
 
@@ -142,6 +142,8 @@ class LayerPages:
         """Blocks that a request of so many tokens may hold at once."""
         if self.kind == "full":
             return -(-tokens // self.block)
+        if self.kind == "state":
+            return self.reach
         if self.kind == "chunk":
             return -(-min(self.reach + in_flight, tokens) // self.block)
         # A window may begin anywhere in a block.
@@ -223,8 +225,13 @@ class CachePlan:
         )
 
     def token_bytes(self) -> float:
-        """Bytes that a token adds to every layer, padding of pages included."""
-        return sum(pages.page_bytes / pages.block for group in self.groups for pages in group)
+        """Bytes that a token adds to all layers, padding of pages included; states grow by none."""
+        return sum(
+            pages.page_bytes / pages.block
+            for group in self.groups
+            for pages in group
+            if pages.kind != "state"
+        )
 
 
 def plan(model: ModelLayers, engine: EngineOptions, cache: CacheOptions) -> CachePlan:
@@ -263,6 +270,7 @@ def _check_kivi(model: ModelLayers, cache: CacheOptions) -> None:
         (any(layer.is_latent for layer in model.layers), "multi-head latent attention (MLA)"),
         (model.shares_layers, "layers that share the KV cache of another layer"),
         (any(layer.chunk for layer in model.layers), "chunked local attention"),
+        (bool(model.states), "models with Mamba or other state layers"),
     ):
         if refused:
             raise ValueError(f"kv_cache_dtype {cache.kv_cache_dtype} does not support {what}")
@@ -293,6 +301,8 @@ def _skipped(model: ModelLayers, cache: CacheOptions) -> frozenset[int]:
         found |= {*sorted(numbers)[:edge], *sorted(numbers)[len(numbers) - edge :]}
     if found and any(layer.is_latent for layer in model.layers):
         raise ValueError("kv_cache_dtype_skip_layers is not counted for models with MLA")
+    if found and model.states:
+        raise ValueError("kv_cache_dtype_skip_layers is not counted for models with state layers")
     return frozenset(found)
 
 
@@ -314,6 +324,8 @@ class _Layout:
         self.block = self._first_block()
         if skipped and engine.device == "cuda":
             self._align()
+        if model.states:
+            self._cover_states()
 
     def heads(self, layer: AttentionLayer) -> int:
         """KV heads on one rank. Raises ValueError if they cannot be shared out."""
@@ -352,6 +364,9 @@ class _Layout:
             found.append(LayerPages(kind, block, per_token, dtype, heads, values, reach, padded))
             if layer.index_bytes:
                 found.append(LayerPages("full", self.block, layer.index_bytes, "index", 0, 0))
+        page = found[0].page_bytes
+        for state in self._model.states:
+            found.append(LayerPages("state", self.block, 0, "state", 0, 0, state.blocks, page))
         return found
 
     def _first_block(self) -> int:
@@ -400,6 +415,17 @@ class _Layout:
         step = max(kernel_block, self.block)
         self.block = max(self.block, step * -(-whole * kernel_block // (step * packed)))
         self._shared_page = self.block * packed
+
+    def _cover_states(self) -> None:
+        """Let a block of tokens cover a state, which is then padded to the block's bytes."""
+        first = self._model.layers[0]
+        dtype = self._dtype(first)
+        per_token = self._token_bytes(first, dtype, self.heads(first))
+        ranks, base = self._engine.tensor_parallel_size, self._kernel_block(dtype)
+        state = max(state.bytes(ranks, self._model.dtype) for state in self._model.states)
+        step = max(base, self.block)
+        block = step * -(-state // (step * per_token))
+        self.block = max(self.block, base * -(-block // base))
 
     def _dtype(self, layer: AttentionLayer) -> str:
         if layer.number not in self._skipped:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,40 @@ class AttentionLayer:
 
 
 @dataclass(frozen=True)
+class StateLayer:
+    """One layer that keeps a state of fixed size instead of a KV cache, over all ranks."""
+
+    number: int
+    """Its index in the model."""
+    conv_channels: int
+    conv_length: int
+    """Tokens of each channel that a convolution remembers."""
+    groups: int = 0
+    """Groups of Mamba-2, which every rank has whole, each with ``group_channels`` more channels."""
+    group_channels: int = 0
+    heads: int = 0
+    head_values: int = 0
+    """Values of the recurrent state of one head."""
+    dtype: str = "auto"
+    """Of the recurrent state; ``auto``: the model's."""
+    blocks: int = 2
+    """Blocks of states that a request holds."""
+
+    def bytes(self, ranks: int, dtype: str) -> int:
+        """Bytes of the state on one rank. Raises ValueError if it cannot be shared out."""
+        extra = ranks - self.groups if self.groups and self.groups % ranks else 0
+        channels = self.conv_channels + (self.groups + extra) * self.group_channels
+        if channels % ranks or self.heads % ranks:
+            raise ValueError(
+                f"tensor_parallel_size is {ranks}, and the state of layer {self.number}, of "
+                f"{self.heads} heads and {channels} channels, cannot be shared out"
+            )
+        item = ITEMSIZE[dtype if self.dtype == "auto" else self.dtype]
+        conv = channels // ranks * self.conv_length * ITEMSIZE[dtype]
+        return conv + self.heads // ranks * self.head_values * item
+
+
+@dataclass(frozen=True)
 class ModelLayers:
     """What a KV cache has to hold for a model."""
 
@@ -103,6 +137,8 @@ class ModelLayers:
     """What ``--kv-cache-dtype auto`` stands for: a quantised checkpoint may ask for FP8."""
     shares_layers: bool = False
     """Whether some layers use the cache of others."""
+    states: tuple[StateLayer, ...] = ()
+    """Layers of a hybrid model that keep a state instead."""
 
     @classmethod
     def read(cls, model: str | Path, dtype: str = "auto") -> ModelLayers:
@@ -127,7 +163,7 @@ class ModelLayers:
         if not isinstance(config, Mapping):
             raise ValueError("config.json holds no object")
         text = _text_config(config)
-        layers = _layers(text)
+        layers, states = _layers(text)
         return cls(
             name=name,
             layers=layers,
@@ -135,6 +171,7 @@ class ModelLayers:
             max_model_len=_max_model_len(text),
             kv_cache_dtype=_checkpoint_cache_dtype(config, text),
             shares_layers=bool(text.get("num_kv_shared_layers")),
+            states=states,
         )
 
 
@@ -194,6 +231,7 @@ def _with_defaults(config: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     names = {*config, "layer_types", "sliding_window", "head_dim", "num_key_value_heads"}
     names |= {"num_hidden_layers", "num_attention_heads", "hidden_size", "attention_chunk_size"}
     names |= {"num_kv_shared_layers", *_MAX_LENGTHS, *_STATES}
+    names |= {name for name in vars(known) if name.startswith(("linear_", "mamba_", "conv_"))}
     found = {name: getattr(known, name, None) for name in names}
     return {**config, **{name: value for name, value in found.items() if value is not None}}
 
@@ -216,16 +254,18 @@ def _count(
     return default
 
 
-def _layers(text: Mapping[str, Any]) -> tuple[AttentionLayer, ...]:
+def _layers(
+    text: Mapping[str, Any],
+) -> tuple[tuple[AttentionLayer, ...], tuple[StateLayer, ...]]:
     kind = text["model_type"]
     for name in _STATES:
-        if text.get(name):
+        if text.get(name) and kind not in _HYBRIDS:
             raise ValueError(f"models of type {kind} are not counted: their layers differ ({name})")
     count = _count(text, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
     if count > 1 << 14:
         raise ValueError(f"config.json: num_hidden_layers is {count}")
     if kind in _MLA_MODELS and text.get("kv_lora_rank") is not None:
-        return _latent_layers(text, count)
+        return _latent_layers(text, count), ()
     heads = _count(text, "num_attention_heads", "n_head", "n_heads", "num_heads")
     kv_heads = _count(
         text,
@@ -244,14 +284,75 @@ def _layers(text: Mapping[str, Any]) -> tuple[AttentionLayer, ...]:
             f"{text['v_head_dim']}"
         )
     own = count - _count(text, "num_kv_shared_layers", default=0, least=0)
-    return tuple(
-        AttentionLayer(number, kv_heads, size, size, *reach)
-        for number, reach in enumerate(_reaches(text, count)[: max(own, 0)])
+    reaches = enumerate(_reaches(text, count)[: max(own, 0)])
+    layers, states = [], []
+    for number, reach in reaches:
+        if reach is None:
+            states.append(_HYBRIDS[kind](text, number))
+        else:
+            layers.append(AttentionLayer(number, kv_heads, size, size, *reach))
+    return tuple(layers), tuple(states)
+
+
+def _delta_net(text: Mapping[str, Any], number: int) -> StateLayer:
+    """Gated delta net."""
+    keys = _count(text, "linear_num_key_heads") * _count(text, "linear_key_head_dim")
+    heads, size = _count(text, "linear_num_value_heads"), _count(text, "linear_value_head_dim")
+    return StateLayer(
+        number,
+        conv_channels=2 * keys + heads * size,
+        conv_length=_count(text, "linear_conv_kernel_dim") - 1,
+        heads=heads,
+        head_values=size * _count(text, "linear_key_head_dim"),
     )
 
 
-def _reaches(text: Mapping[str, Any], count: int) -> list[tuple[int | None, int | None]]:
-    """Window and chunk of each layer."""
+def _delta_net_of_its_dtype(text: Mapping[str, Any], number: int) -> StateLayer:
+    """The same, where the config says in which dtype the state is kept."""
+    found = text.get("mamba_ssm_dtype") or "auto"
+    if found != "auto" and found not in ITEMSIZE:
+        raise ValueError(
+            f"config.json: mamba_ssm_dtype is {found!r}; expected {', '.join(ITEMSIZE)}"
+        )
+    return replace(_delta_net(text, number), dtype=found)
+
+
+def _mamba2(text: Mapping[str, Any], number: int) -> StateLayer:
+    heads, state = _count(text, "mamba_n_heads"), _count(text, "mamba_d_state")
+    return StateLayer(
+        number,
+        conv_channels=_count(text, "mamba_expand") * _count(text, "hidden_size"),
+        conv_length=_count(text, "mamba_d_conv") - 1,
+        groups=_count(text, "mamba_n_groups"),
+        group_channels=2 * state,
+        heads=heads,
+        head_values=_count(text, "mamba_d_head") * state,
+        blocks=3,
+    )
+
+
+def _short_convolution(text: Mapping[str, Any], number: int) -> StateLayer:
+    return StateLayer(
+        number,
+        conv_channels=_count(text, "conv_dim", "hidden_size"),
+        conv_length=_count(text, "conv_L_cache") - 1,
+    )
+
+
+_HYBRIDS: dict[str, Callable[[Mapping[str, Any], int], StateLayer]] = {
+    "qwen3_next": _delta_net,
+    "qwen3_5_text": _delta_net_of_its_dtype,
+    "qwen3_5_moe_text": _delta_net_of_its_dtype,
+    "granitemoehybrid": _mamba2,
+    "lfm2": _short_convolution,
+}
+"""Hybrid models by type: the state of one of their layers."""
+
+_STATE_KINDS = ("linear_attention", "mamba", "conv")
+
+
+def _reaches(text: Mapping[str, Any], count: int) -> list[tuple[int | None, int | None] | None]:
+    """Window and chunk of each layer, None for a layer that keeps a state."""
     kind = text["model_type"]
     window = text.get("sliding_window") or None
     if window is not None:
@@ -268,7 +369,7 @@ def _reaches(text: Mapping[str, Any], count: int) -> list[tuple[int | None, int 
         window = None
     if window is not None and kind == "cohere2":
         window += 1  # its window does not count the token itself
-    found: list[tuple[int | None, int | None]] = []
+    found: list[tuple[int | None, int | None] | None] = []
     for number, entry in enumerate(kinds):
         if entry in ("full_attention", "attention"):
             found.append((None, None))
@@ -276,10 +377,13 @@ def _reaches(text: Mapping[str, Any], count: int) -> list[tuple[int | None, int 
             found.append((window, None))
         elif entry == "chunked_attention":
             found.append((None, _count(text, "attention_chunk_size")))
+        elif kind in _HYBRIDS and entry in _STATE_KINDS:
+            found.append(None)
         else:
             raise ValueError(
-                f"config.json: layer {number} is of type {entry!r}, which is not counted; full, "
-                "sliding-window, chunked and latent attention are"
+                f"config.json: layer {number} of a {kind} is of type {entry!r}, which is not "
+                "counted; attention is, full, sliding-window, chunked and latent, and the states "
+                f"of {', '.join(_HYBRIDS)}"
             )
     return found
 

@@ -77,3 +77,50 @@ def tiny_deepseek(path: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
     return path
+
+
+def tiny_hybrid(path: Path, kind: str, seed: int = 0) -> Path:
+    """A hybrid of attention and layers that keep a state: ``qwen3_next``, ``granitemoehybrid`` or
+    ``lfm2``."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    state = {"qwen3_next": "linear_attention", "granitemoehybrid": "mamba", "lfm2": "conv"}[kind]
+    attention = "attention" if kind == "granitemoehybrid" else "full_attention"
+    special = {
+        "qwen3_next": {
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "head_dim": 32,
+        },
+        "granitemoehybrid": {
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_d_state": 32,
+            "mamba_n_groups": 1,
+            "mamba_expand": 2,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 256,
+        },
+        "lfm2": {"block_auto_adjust_ff_dim": False},
+    }[kind]
+    config = CONFIG_MAPPING[kind](
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=[state, attention, state, state, attention],
+        max_position_embeddings=2048,
+        **special,
+    )
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(path)
+    return path

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.engine.conftest import BLOCK, running_engine
-from tests.engine.models import tiny_deepseek, tiny_llama
+from tests.engine.models import tiny_deepseek, tiny_hybrid, tiny_llama
 from vllm_kvcompress.capacity import (
     CACHE_DTYPES,
     CacheOptions,
@@ -99,6 +99,11 @@ def test_tokens_of_a_model_of_windows_only_are_those_of_the_log(tmp_path):
 
 def test_tokens_of_latent_attention_are_those_of_the_log(tmp_path):
     check(tiny_deepseek(tmp_path), CacheOptions(), block_size=16)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "granitemoehybrid", "lfm2"])
+def test_tokens_of_hybrids_with_states_are_those_of_the_log(kind, tmp_path):
+    check(tiny_hybrid(tmp_path, kind), CacheOptions())
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ class Row:
         return ", ".join([self.dtype, *told])
 
 
-def rows(arguments: argparse.Namespace, device: str, latent: bool) -> list[Row]:
+def rows(arguments: argparse.Namespace, device: str, latent: bool, kivi_pages: bool) -> list[Row]:
     """What the table is of: the dtype that was asked for, or all that the engine has."""
     settings = kivi_settings(arguments)
     if arguments.kv_cache_dtype is not None:
@@ -145,7 +145,7 @@ def rows(arguments: argparse.Namespace, device: str, latent: bool) -> list[Row]:
             own += ["nvfp4", "ultraquant_4bit"]
             own += ["turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc"]
             own += ["turboquant_3bit_nc"]
-    return [*(Row(dtype, {}) for dtype in own), *([] if latent else kivi)]
+    return [*(Row(dtype, {}) for dtype in own), *(kivi if kivi_pages else [])]
 
 
 def estimate(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -171,7 +171,8 @@ def estimate(arguments: argparse.Namespace) -> dict[str, Any]:
     memory, weights = kv_memory(arguments, device)
     whole = plan(model, engine, CacheOptions(kv_cache_dtype="bfloat16"))
     table = []
-    for row in rows(arguments, device, any(layer.is_latent for layer in model.layers)):
+    latent = any(layer.is_latent for layer in model.layers)
+    for row in rows(arguments, device, latent, not latent and not model.states):
         kivi = KiviSettings.parse({"kvcompress": {"kivi": row.settings}})
         cache = CacheOptions(row.dtype, kivi, tuple(arguments.kv_cache_dtype_skip_layers))
         line: dict[str, Any] = {"kv_cache_dtype": row.dtype, "settings": row.settings}
@@ -204,6 +205,7 @@ def estimate(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": model.name,
         "layers": len(model.layers),
         "windows": sum(1 for layer in model.layers if layer.window),
+        "states": len(model.states),
         "kv_heads": model.layers[0].kv_heads,
         "head_size": model.layers[0].key_size,
         "latent": model.layers[0].is_latent,
@@ -320,6 +322,8 @@ def print_estimate(found: dict[str, Any]) -> None:
     else:
         shape = f"{found['kv_heads']} KV heads of {found['head_size']} channels"
     windows = f", {found['windows']} with a sliding window" if found["windows"] else ""
+    if found["states"]:
+        windows += f", {found['states']} more with a state"
     ranks = found["tensor_parallel_size"]
     print(f"{found['model']}: {found['layers']} layers{windows}, {shape}, {found['dtype']}")
     memory = found["kv_memory"]

@@ -1,0 +1,104 @@
+"""Every example runs as it is, and the dashboard shows what the server counts."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+DASHBOARD = json.loads((EXAMPLES / "grafana.json").read_text())
+EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+
+
+def run(name: str, model: Path) -> str:
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, model],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_offline_generation_answers_with_both_kinds_of_pages(smollm2):
+    out = run("offline.py", smollm2)
+    held = [int(n.replace(",", "")) for n in re.findall(r"holds ([\d,]+) tokens", out)]
+    assert held[1] > 5 * held[0]
+    assert out.count("Paris") == 2
+
+
+@pytest.mark.slow
+def test_serving_restores_what_it_stored_and_counts_it(smollm2):
+    out = run("serving.py", smollm2)
+    assert "first: " in out and "again: " in out
+    found = re.search(r"vllm:kvcompress_stored_chunks_total\{.*\} ([\d.]+)", out)
+    assert float(found[1]) > 0
+
+
+@pytest.mark.slow
+def test_the_codec_takes_real_kv_there_and_back(smollm2):
+    out = run("codec.py", smollm2)
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if " s " in line}
+    assert set(rows) == {"lossless", "high", "medium", "low", "paper"}
+    assert float(rows["lossless"][3]) == 0
+    assert float(rows["high"][1]) > 3
+
+
+def test_every_example_is_in_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    names = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".json", ".md")]
+    assert [name for name in names if f"`{name}`" not in readme] == []
+
+
+def test_the_dashboard_shows_every_metric_and_no_other():
+    from vllm.v1.metrics import loggers
+
+    from vllm_kvcompress.connector.metrics import COUNTERS, GAUGES, PREFIX
+
+    ours = {f"{PREFIX}{name}_total" for name in COUNTERS} | {PREFIX + name for name in GAUGES}
+    shown = {name for text in EXPRESSIONS for name in re.findall(r"vllm:\w+", text)}
+    assert {name for name in shown if name.startswith(PREFIX)} == ours
+    source = inspect.getsource(loggers)
+    for name in shown - ours:
+        assert f'"{name.removesuffix("_total").removesuffix("_bucket")}"' in source
+
+
+def test_the_dashboard_groups_by_labels_that_metrics_have():
+    from vllm_kvcompress.connector.metrics import COUNTERS, GAUGES, PREFIX
+
+    for text in EXPRESSIONS:
+        grouped = re.search(r"by \((\w+)\)", text)
+        name = re.search(rf"{PREFIX}(\w+?)(?:_total)?\{{", text)
+        if grouped and name:
+            assert grouped[1] in {**COUNTERS, **GAUGES}[name[1]][1]
+
+
+def test_panels_lie_side_by_side_and_ask_the_chosen_prometheus():
+    cells: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        own = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not cells & own
+        assert max(x for x, _ in own) < 24
+        cells |= own
+        assert panel["title"] and panel["description"]
+        assert panel["datasource"]["uid"] == "${datasource}"
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    assert DASHBOARD["templating"]["list"][0]["type"] == "datasource"
