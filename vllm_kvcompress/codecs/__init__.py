@@ -34,7 +34,10 @@ __all__ = [
 # name -> "module:class", imported on first use: a codec may bring a compiler along.
 _REGISTRY: dict[str, str] = {
     "raw": "vllm_kvcompress.codecs.raw:RawCodec",
+    "int8": "vllm_kvcompress.codecs.int8:Int8Codec",
     "cachegen": "vllm_kvcompress.codecs.cachegen:CacheGenCodec",
+    "fp8": "vllm_kvcompress.codecs.fp8:Fp8Codec",
+    "kivi": "vllm_kvcompress.codecs.kivi:KiviCodec",
 }
 
 
