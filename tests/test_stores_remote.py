@@ -421,6 +421,21 @@ def test_objects_that_others_delete_are_misses(tmp_path):
     assert two.contains([key]) == [False]
 
 
+def test_a_bucket_that_is_not_there_refuses_blobs_and_holds_none(tmp_path, monkeypatch):
+    import obstore
+
+    store = create_store({"type": "object", "url": f"file://{tmp_path / 'objects'}"})
+
+    def no_bucket(*_, **__):
+        raise FileNotFoundError("NoSuchBucket")
+
+    for name in ("put", "get", "head"):
+        monkeypatch.setattr(obstore, name, no_bucket)
+    assert not store.put(b"a", b"blob")
+    assert store.contains([b"a"]) == [False] and store.get(b"a") is None
+    assert store.stats().errors == 1
+
+
 def test_files_of_others_in_the_folder_of_an_object_store_are_not_its_keys(tmp_path):
     store = create_store({"type": "object", "url": f"file://{tmp_path / 'objects'}"})
     assert store.put(bytes(40), b"blob")

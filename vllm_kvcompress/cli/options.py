@@ -45,6 +45,7 @@ OFFLOAD: dict[str, tuple[Callable[[str], Any] | None, str]] = {
     "threads": (int, "threads for encoding, and as many for decoding, in each worker"),
     "staging_bytes": (str, "pages that may wait for their encoder, such as 512MiB"),
     "retry_seconds": (number, "how long a chunk that failed to load counts as a miss"),
+    "lookup_seconds": (number, "how long a request waits to hear what the shared stores hold"),
 }
 """Settings of the offload, given as ``--kv-NAME``; the stores are ``--kv-store``."""
 
@@ -108,7 +109,7 @@ def parse_store(text: str) -> dict[str, Any]:
     What has no name is a setting of the store in the order in which its class takes them. Raises
     ValueError that says what to write.
     """
-    from vllm_kvcompress.stores import store_class, store_types
+    from vllm_kvcompress.stores import SEAL_KEY, store_class, store_types
 
     kind, colon, rest = text.partition(":")
     if kind not in store_types():
@@ -121,12 +122,12 @@ def parse_store(text: str) -> dict[str, Any]:
     places = iter(parameters)
     for part in rest.split(",") if colon else []:
         name, equals, value = part.partition("=")
-        if not equals or name not in parameters:
+        if not equals or name not in (*parameters, SEAL_KEY):
             name, value = next(places, ""), part
         if not name or not value or name in found:
             raise ValueError(
                 f"--kv-store {text}: {part!r} is one too many, or empty; {kind} takes "
-                f"{', '.join(parameters)}"
+                f"{', '.join((*parameters, SEAL_KEY))}"
             )
         found[name] = _value(value)
     missing = [name for name, p in parameters.items() if p.default is p.empty and name not in found]

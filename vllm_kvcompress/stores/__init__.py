@@ -17,6 +17,7 @@ from vllm_kvcompress.stores.base import (
 from vllm_kvcompress.stores.stack import StoreStack
 
 __all__ = [
+    "SEAL_KEY",
     "Store",
     "StoreConfigError",
     "StoreError",

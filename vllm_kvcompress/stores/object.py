@@ -228,8 +228,6 @@ def _errors() -> Iterator[None]:
         yield
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
         raise AccessDenied(_first_line(error)) from error
-    except FileNotFoundError:
-        raise
     except (exceptions.BaseError, OSError) as error:
         raise StoreError(_first_line(error)) from error
 

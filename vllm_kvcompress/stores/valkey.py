@@ -12,7 +12,7 @@ import ssl
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import valkey
@@ -105,7 +105,8 @@ class ValkeyStore(RemoteStore):
                 raise
         if time.monotonic() >= self._next_measure:
             self._next_measure = time.monotonic() + MEASURE_SECONDS
-            self._measure()
+            with suppress(StoreError):  # the blob is there, whatever comes of this
+                self._measure()
 
     @contextmanager
     def _connection(self) -> Iterator[valkey.Connection]:
@@ -142,14 +143,10 @@ class ValkeyStore(RemoteStore):
     def _measure(self) -> None:
         with _errors():
             pipeline = self._client.pipeline(transaction=False)
-            self._ask_size(pipeline)
+            pipeline.info("memory")
+            pipeline.info("stats")
+            pipeline.dbsize()
             self._take_size(pipeline.execute(raise_on_error=False))
-
-    @staticmethod
-    def _ask_size(pipeline: valkey.client.Pipeline) -> None:
-        pipeline.info("memory")
-        pipeline.info("stats")
-        pipeline.dbsize()
 
     def _take_size(self, answers: Sequence[Any]) -> None:
         memory, stats, entries = answers
