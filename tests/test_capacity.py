@@ -186,6 +186,34 @@ def test_the_language_model_of_a_multimodal_one_is_counted(key):
     assert planned(config).block_bytes == planned(LLAMA_3_8B).block_bytes
 
 
+@pytest.mark.parametrize(
+    ("config", "windows", "heads"),
+    [
+        ({"model_type": "mistral", "sliding_window": None}, 0, 8),
+        ({"model_type": "mistral", "sliding_window": 4096}, 32, 8),
+        ({"model_type": "mistral"}, 32, 8),  # its class has a window
+        ({"model_type": "qwen2", "sliding_window": 4096}, 0, 8),  # and its class no use of it
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, 0, 8),
+        ({"model_type": "gpt_oss"}, 16, 8),
+        ({"model_type": "falcon", "n_head_kv": 8, "new_decoder_architecture": True}, 0, 8),
+        ({"model_type": "falcon", "multi_query": True}, 0, 1),
+        ({"model_type": "dbrx", "attn_config": {"kv_n_heads": 4}}, 0, 4),
+        ({"model_type": "minimax_m2", "attn_type_list": [1] * 32}, 0, 8),
+    ],
+)
+def test_windows_and_heads_are_those_that_vllm_takes(config, windows, heads):
+    found = ModelLayers.parse({**LLAMA_3_8B, **config})
+    assert sum(1 for layer in found.layers if layer.window) == windows
+    assert found.layers[0].kv_heads == heads
+
+
+def test_a_model_of_an_unknown_type_is_counted_and_told(capsys):
+    found = ModelLayers.parse({**LLAMA_3_8B, "model_type": "brand_new"})
+    assert len(found.layers) == 32
+    assert found.assumed == "brand_new: its layers are taken as alike"
+    assert not ModelLayers.parse(LLAMA_3_8B).assumed
+
+
 def test_what_a_config_leaves_out_comes_from_its_class():
     known = {"model_type": "gemma2", "num_hidden_layers": 4}
     found = ModelLayers.parse(known)
@@ -207,6 +235,9 @@ def test_what_a_config_leaves_out_comes_from_its_class():
         ({"layer_types": ["full_attention"]}, "one entry for each of 32"),
         ({"layer_types": ["linear_attention"] * 32}, "'linear_attention', which is not counted"),
         ({"layers_block_type": ["mamba"]}, "are not counted"),
+        ({"model_type": "mamba"}, "models of type mamba are not counted"),
+        ({"is_encoder_decoder": True}, "are not counted"),
+        ({"attn_type_list": [0, 1]}, "attn_type_list"),
         ({"v_head_dim": 64}, "K has 128 channels a head and V 64"),
         ({"sliding_window": "wide"}, "sliding_window is 'wide'"),
     ],

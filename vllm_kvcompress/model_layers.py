@@ -14,6 +14,9 @@ ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where multi-modal models keep the configuration of their language model."""
 
+_ASSUMED = "its layers are taken as alike"
+"""The key that marks a model of a type that transformers does not know."""
+
 _MAX_LENGTHS = (
     "max_position_embeddings",
     "n_positions",
@@ -27,7 +30,7 @@ _MAX_LENGTHS = (
 _MLA_MODELS = frozenset(
     (
         *("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"),
-        *("kimi_k2", "longcat_flash", "pangu_ultra_moe"),
+        *("kimi_k2", "pangu_ultra_moe"),
     )
 )
 """Models of multi-head latent attention, whose cache holds one latent a token."""
@@ -37,10 +40,18 @@ _NO_LAYER_TYPES = frozenset(
         *("baichuan", "dbrx", "gemma", "gpt2", "gpt_neox", "granite", "granitemoe", "internlm2"),
         *("llama", "mistral", "mixtral", "olmo", "olmo2", "opt", "phi", "phi3", "qwen2"),
         *("qwen2_moe", "qwen3", "qwen3_moe", "stablelm", "starcoder2"),
-        *(_MLA_MODELS - {"longcat_flash"}),
+        *_MLA_MODELS,
     )
 )
 """Models whose layers are all alike unless ``layer_types`` says otherwise."""
+
+_NOT_COUNTED = frozenset(
+    (
+        *("deepseek_v4", "deepseek_v41", "falcon_mamba", "gemma4", "gemma4_text", "longcat_flash"),
+        *("mamba", "mamba2", "mimo_v2", "mimo_v2_flash", "nemotron-nas", "step3p5"),
+    )
+)
+"""Models whose layers differ in ways that their settings do not tell in one form."""
 
 _ALWAYS_FULL = frozenset(("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe"))
 """Models of which vLLM keeps every token where only some layers have a window."""
@@ -60,6 +71,7 @@ _STATES = (
     "linear_attn_config",
     "global_head_dim",
     "num_key_value_heads_per_layer",
+    "use_cla",
 )
 """Settings of models whose layers keep something that is not counted here."""
 
@@ -139,6 +151,8 @@ class ModelLayers:
     """Whether some layers use the cache of others."""
     states: tuple[StateLayer, ...] = ()
     """Layers of a hybrid model that keep a state instead."""
+    assumed: str = ""
+    """What is taken for granted of a model whose type is not known, empty if nothing is."""
 
     @classmethod
     def read(cls, model: str | Path, dtype: str = "auto") -> ModelLayers:
@@ -172,6 +186,7 @@ class ModelLayers:
             kv_cache_dtype=_checkpoint_cache_dtype(config, text),
             shares_layers=bool(text.get("num_kv_shared_layers")),
             states=states,
+            assumed=f"{text['model_type']}: {_ASSUMED}" if text.get(_ASSUMED) else "",
         )
 
 
@@ -208,7 +223,10 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
         raise ValueError("config.json: model_type is missing")
-    says_all = "num_hidden_layers" in config and "num_attention_heads" in config
+    needed = {"num_hidden_layers", "num_attention_heads"}
+    needed |= {"kv_lora_rank"} if kind in _MLA_MODELS else set()
+    needed |= {"sliding_window"} if kind in ("mistral", "mixtral") else set()
+    says_all = needed <= set(config) and not config.get("use_sliding_window")
     if says_all and (config.get("layer_types") or kind in _NO_LAYER_TYPES):
         return config
     return _with_defaults(config, kind)
@@ -222,7 +240,7 @@ def _with_defaults(config: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     from transformers import CONFIG_MAPPING
 
     if kind not in CONFIG_MAPPING:
-        return config
+        return {**config, _ASSUMED: True}
     try:
         known = CONFIG_MAPPING[kind].from_dict(dict(config))
     except Exception as error:  # its classes check with errors of their own
@@ -230,7 +248,8 @@ def _with_defaults(config: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
         raise ValueError(f"config.json: not one of a {kind}: {why}") from error
     names = {*config, "layer_types", "sliding_window", "head_dim", "num_key_value_heads"}
     names |= {"num_hidden_layers", "num_attention_heads", "hidden_size", "attention_chunk_size"}
-    names |= {"num_kv_shared_layers", *_MAX_LENGTHS, *_STATES}
+    names |= {"num_kv_shared_layers", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim"}
+    names |= {"index_topk", "index_head_dim", "is_encoder_decoder", *_MAX_LENGTHS, *_STATES}
     names |= {name for name in vars(known) if name.startswith(("linear_", "mamba_", "conv_"))}
     found = {name: getattr(known, name, None) for name in names}
     return {**config, **{name: value for name, value in found.items() if value is not None}}
@@ -258,8 +277,14 @@ def _layers(
     text: Mapping[str, Any],
 ) -> tuple[tuple[AttentionLayer, ...], tuple[StateLayer, ...]]:
     kind = text["model_type"]
+    if kind in _NOT_COUNTED or text.get("is_encoder_decoder"):
+        raise ValueError(f"models of type {kind} are not counted")
     for name in _STATES:
-        if text.get(name) and kind not in _HYBRIDS:
+        found = text.get(name)
+        alike = (
+            name == "attn_type_list" and isinstance(found, list) and set(map(str, found)) == {"1"}
+        )
+        if found and not alike and kind not in _HYBRIDS:
             raise ValueError(f"models of type {kind} are not counted: their layers differ ({name})")
     count = _count(text, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
     if count > 1 << 14:
@@ -267,12 +292,7 @@ def _layers(
     if kind in _MLA_MODELS and text.get("kv_lora_rank") is not None:
         return _latent_layers(text, count), ()
     heads = _count(text, "num_attention_heads", "n_head", "n_heads", "num_heads")
-    kv_heads = _count(
-        text,
-        *("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num"),
-        "num_attention_groups",
-        default=heads,
-    )
+    kv_heads = _kv_heads(text, heads)
     size = _count(text, "head_dim", "hidden_size_per_head", default=0)
     if not size:
         size = _count(text, "hidden_size", "n_embd", "d_model") // heads
@@ -292,6 +312,20 @@ def _layers(
         else:
             layers.append(AttentionLayer(number, kv_heads, size, size, *reach))
     return tuple(layers), tuple(states)
+
+
+def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
+    if text["model_type"] == "falcon" and not text.get("new_decoder_architecture"):
+        if text.get("multi_query", True):
+            return 1
+    elif text["model_type"] == "dbrx" and isinstance(text.get("attn_config"), Mapping):
+        text = text["attn_config"]
+    return _count(
+        text,
+        *("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num"),
+        *("num_attention_groups", "kv_n_heads"),
+        default=heads,
+    )
 
 
 def _delta_net(text: Mapping[str, Any], number: int) -> StateLayer:
@@ -357,7 +391,7 @@ def _reaches(text: Mapping[str, Any], count: int) -> list[tuple[int | None, int 
     window = text.get("sliding_window") or None
     if window is not None:
         window = _count(text, "sliding_window")
-        if text.get("use_sliding_window") is False:
+        if text.get("use_sliding_window", kind not in _ALWAYS_FULL) is False:
             window = None
     kinds = text.get("layer_types")
     if kinds is None:
@@ -390,7 +424,6 @@ def _reaches(text: Mapping[str, Any], count: int) -> list[tuple[int | None, int 
 
 def _latent_layers(text: Mapping[str, Any], count: int) -> tuple[AttentionLayer, ...]:
     size = _count(text, "kv_lora_rank") + _count(text, "qk_rope_head_dim")
-    copies = 2 if text["model_type"] == "longcat_flash" else 1
     index = 0
     if text.get("index_topk"):
         channels = _count(text, "index_head_dim")
@@ -398,7 +431,6 @@ def _latent_layers(text: Mapping[str, Any], count: int) -> tuple[AttentionLayer,
     return tuple(
         AttentionLayer(number, 1, size, 0, index_bytes=index if _has_index(text, number) else 0)
         for number in range(count)
-        for _ in range(copies)
     )
 
 

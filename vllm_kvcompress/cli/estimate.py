@@ -206,6 +206,7 @@ def estimate(arguments: argparse.Namespace) -> dict[str, Any]:
         "layers": len(model.layers),
         "windows": sum(1 for layer in model.layers if layer.window),
         "states": len(model.states),
+        "assumed": model.assumed,
         "kv_heads": model.layers[0].kv_heads,
         "head_size": model.layers[0].key_size,
         "latent": model.layers[0].is_latent,
@@ -326,6 +327,8 @@ def print_estimate(found: dict[str, Any]) -> None:
         windows += f", {found['states']} more with a state"
     ranks = found["tensor_parallel_size"]
     print(f"{found['model']}: {found['layers']} layers{windows}, {shape}, {found['dtype']}")
+    if found["assumed"]:
+        print(f"a type that is not known, {found['assumed']}")
     memory = found["kv_memory"]
     where = "the CPU engine" if found["device"] == "cpu" else "a GPU"
     rank = f", each of {ranks} ranks" if ranks > 1 else ""
