@@ -578,3 +578,18 @@ def test_writers_and_a_scan_in_one_process(path):
     assert held == sum(map(os.path.getsize, files_below(path, ".kv"))) == 10_000
     store.refresh()
     assert store.stats().bytes_held == held
+
+
+def test_a_clock_that_jumps_costs_no_blob_that_was_just_put_and_no_bound(path, monkeypatch):
+    day = 86_400 * 10**9
+    real, offset = time.time_ns, [0]
+    monkeypatch.setattr(time, "time_ns", lambda: real() + offset[0])
+    store = DiskStore(path, bytes=1000)
+    for number in range(60):
+        offset[0] = (0, -day, day, -300 * day)[number % 4]
+        key, blob = b"%d" % number, bytes([number]) * 90
+        assert store.put(key, blob) and store.get(key) == blob
+        assert store.stats().bytes_held <= 1000
+    again = DiskStore(path, bytes=1000)
+    assert set(again.keys()) == set(store.keys())
+    assert all(again.get(key) == bytes([int(key)]) * 90 for key in again.keys())  # noqa: SIM118
