@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_kvcompress import compat
-from vllm_kvcompress.config import IN_PLACE, KIVI_DTYPES, KiviSettings
+from vllm_kvcompress.config import IN_PLACE, KIVI_DTYPES, SLIDING_WINDOW, KiviSettings
 from vllm_kvcompress.kernels.kivi.format import DTYPES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(compat.LOGGER_NAME)
-
-SLIDING_WINDOW = "sliding_window"
-"""The entry of ``kv_cache_dtype_skip_layers`` that stands for all layers with a window."""
 
 
 def check_config(vllm_config: VllmConfig) -> None:

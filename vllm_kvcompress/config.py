@@ -141,6 +141,9 @@ def _error(name: str, value: Any, expected: str) -> ValueError:
     return ValueError(f"kv_connector_extra_config: {name} is {value!r}; expected {expected}")
 
 
+SLIDING_WINDOW = "sliding_window"
+"""The entry of ``kv_cache_dtype_skip_layers`` that stands for all layers with a window."""
+
 KIVI_DTYPES = {
     "kivi_2bit": (2, 2),
     "kivi_4bit": (4, 4),
