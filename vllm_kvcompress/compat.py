@@ -19,6 +19,7 @@ import torch
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+    from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 LOGGER_NAME = "vllm.kvcompress"
 """vLLM configures the logger ``vllm`` and what lies below it; others stay silent."""
@@ -126,6 +127,11 @@ class GroupSpec:
     page_bytes: int
     packed: bool = False
     """Whether the pages are bytes that only the layers' backend understands."""
+
+
+def request_keys(req_context: ReqContext) -> list[OffloadKey]:
+    """The offload keys of a request's chunks that its scheduler side knows of so far."""
+    return list(req_context._offload_key_positions)
 
 
 def offload_groups(kv_cache_config: KVCacheConfig) -> tuple[GroupSpec, ...]:

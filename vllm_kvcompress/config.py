@@ -47,6 +47,8 @@ class OffloadSettings:
     """Bound on pages that wait for their encoder, in bytes per worker."""
     retry_seconds: float = 30.0
     """How long a chunk that failed to load counts as a miss."""
+    lookup_seconds: float = 0.25
+    """How long a request waits for shared stores to say what they hold."""
 
     @property
     def streaming(self) -> bool:
@@ -96,7 +98,11 @@ class OffloadSettings:
                 values["staging_bytes"] = parse_size(values["staging_bytes"], "staging_bytes")
             except ValueError as error:
                 raise ValueError(f"kv_connector_extra_config: {error}") from error
-        for name, unit in (("retry_seconds", "seconds"), ("ttft_slo_ms", "milliseconds")):
+        for name, unit in (
+            ("retry_seconds", "seconds"),
+            ("lookup_seconds", "seconds"),
+            ("ttft_slo_ms", "milliseconds"),
+        ):
             value = values.get(name, 1)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e6:
                 raise _error(name, value, f"a number of {unit} above 0")

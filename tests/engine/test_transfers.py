@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -69,6 +71,14 @@ def manager(ranks=2, shared=(), workers_hold=True, levels=1, clock=None):
     return made
 
 
+def look_up(made, context=None, key=KEYS[0]):
+    """The answer of the shared stores, for a request of its own unless one is given."""
+    context = context or ReqContext(req_id="own")
+    while (result := made.lookup(key, context)) is LookupResult.RETRY:
+        time.sleep(0.001)
+    return result
+
+
 def test_nothing_is_offered_until_every_worker_told_its_fingerprint():
     lonely = ChunkManager(b"f" * 32, 2, [], True, 1, 30.0)
     lonely.set_worker_fingerprints([b"w"])
@@ -105,10 +115,11 @@ def test_a_shared_store_has_a_chunk_only_with_the_parts_of_all_ranks():
     made = manager(shared=[store], workers_hold=False)
     chunk = made.key_of(KEYS[0])
     store.put(blob_key(chunk, 0), b"x")
-    assert made.lookup(KEYS[0], CONTEXT) is LookupResult.MISS
+    assert look_up(made) is LookupResult.MISS
     store.put(blob_key(chunk, 1), b"x")
-    assert made.lookup(KEYS[0], CONTEXT) is LookupResult.HIT
-    assert made.prepare_store(KEYS[:1], CONTEXT).keys_to_store == []
+    request = ReqContext(req_id="r")
+    assert look_up(made, request) is LookupResult.HIT
+    assert made.prepare_store(KEYS[:1], request).keys_to_store == []
 
 
 def test_a_chunk_is_found_at_any_level_and_stored_unless_it_is_there_at_all():
@@ -116,15 +127,56 @@ def test_a_chunk_is_found_at_any_level_and_stored_unless_it_is_there_at_all():
     made = manager(shared=[store], workers_hold=False, levels=2)
     chunk = made.key_of(KEYS[0])
     store.put(blob_key(chunk, 0, level=1), b"x")
-    assert made.lookup(KEYS[0], CONTEXT) is LookupResult.MISS
+    assert look_up(made) is LookupResult.MISS
     store.put(blob_key(chunk, 1, level=0), b"x")
-    assert made.lookup(KEYS[0], CONTEXT) is LookupResult.HIT
+    assert look_up(made) is LookupResult.HIT
     for rank in range(2):
         for level in range(2):
-            assert made.prepare_store(KEYS[:1], CONTEXT).keys_to_store == KEYS[:1]
+            request = ReqContext(req_id="r")
+            look_up(made, request)
+            assert made.prepare_store(KEYS[:1], request).keys_to_store == KEYS[:1]
             made.take_report(WorkerReport(gone={chunk}))
             store.put(blob_key(chunk, rank, level), b"x")
-    assert made.prepare_store(KEYS[:1], CONTEXT).keys_to_store == []
+    request = ReqContext(req_id="r")
+    look_up(made, request)
+    assert made.prepare_store(KEYS[:1], request).keys_to_store == []
+
+
+def test_a_request_asks_the_shared_stores_once_for_all_of_its_chunks():
+    store = MemoryStore("1MiB")
+    made = manager(ranks=2, shared=[store])
+    request = ReqContext(req_id="r")
+    for place, key in enumerate(KEYS):
+        request.set_offload_key_position(key, 64 * place)
+        for rank in range(2):
+            store.put(blob_key(made.key_of(key), rank), b"x")
+    asked = []
+    contains = store.contains
+    store.contains = lambda keys: asked.append(len(keys)) or contains(keys)
+    assert [look_up(made, request, key) for key in KEYS] == [LookupResult.HIT] * len(KEYS)
+    assert asked == [2 * len(KEYS)]
+
+
+def test_a_lookup_ends_as_a_miss_when_its_deadline_has_passed():
+    clock = Clock()
+    store = MemoryStore("1MiB")
+    answering = threading.Event()
+    contains = store.contains
+    store.contains = lambda keys: answering.wait(60) and contains(keys)
+    made = manager(ranks=1, shared=[store], clock=clock)
+    store.put(blob_key(made.key_of(KEYS[0]), 0), b"x")
+    request = ReqContext(req_id="r")
+    assert made.lookup(KEYS[0], request) is LookupResult.RETRY
+    assert made.lookup(KEYS[0], request) is LookupResult.RETRY
+    clock.now += 1
+    assert made.lookup(KEYS[0], request) is LookupResult.MISS
+    # While the store is late, other requests do not wait for it at all.
+    assert made.lookup(KEYS[0], ReqContext(req_id="s")) is LookupResult.MISS
+    answering.set()
+    deadline = time.monotonic() + 30
+    while look_up(made) is LookupResult.MISS and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert look_up(made) is LookupResult.HIT
 
 
 def test_the_key_of_a_blob_tells_its_chunk_and_level():
@@ -155,9 +207,21 @@ def test_a_chunk_that_failed_to_load_is_a_miss_for_a_while_even_where_a_store_li
     chunk = made.key_of(KEYS[0])
     store.put(blob_key(chunk, 0), b"unreadable")
     made.take_report(WorkerReport(failed_loads={7: {chunk}}))
-    assert made.lookup(KEYS[0], CONTEXT) is LookupResult.MISS
+    assert look_up(made) is LookupResult.MISS
     clock.now += 31
-    assert made.lookup(KEYS[0], CONTEXT) is LookupResult.HIT
+    assert look_up(made) is LookupResult.HIT
+
+
+def test_a_chunk_that_failed_to_load_is_stored_anew_whatever_a_store_lists():
+    store = MemoryStore("1MiB")
+    made = manager(ranks=1, shared=[store])
+    chunk = made.key_of(KEYS[0])
+    store.put(blob_key(chunk, 0), b"unreadable")
+    request = ReqContext(req_id="r")
+    assert look_up(made, request) is LookupResult.HIT
+    assert made.prepare_store(KEYS[:1], request).keys_to_store == []
+    made.take_report(WorkerReport(failed_loads={7: {chunk}}))
+    assert made.prepare_store(KEYS[:1], request).keys_to_store == KEYS[:1]
 
 
 def test_a_reset_forgets_everything_and_nothing_of_before_is_found_again():
@@ -172,10 +236,10 @@ def test_a_reset_forgets_everything_and_nothing_of_before_is_found_again():
     assert made.has_pending_work()  # until the workers have been told
     assert made.tell_namespace() != told
     assert not made.has_pending_work()
+    assert look_up(made) is LookupResult.MISS  # asked after the removal
     assert store.keys() == [b"another server's"]
-    assert made.lookup(KEYS[0], CONTEXT) is LookupResult.MISS
     made.take_report(WorkerReport(stored=Counter({before: 1})))  # a straggler
-    assert made.lookup(KEYS[0], CONTEXT) is LookupResult.MISS
+    assert look_up(made) is LookupResult.MISS
     assert made.key_of(KEYS[0]) != before
 
 

@@ -24,8 +24,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_kvcompress import compat
 from vllm_kvcompress.connector import fingerprint
+from vllm_kvcompress.connector.lookup import Answer, SharedLookup
 from vllm_kvcompress.connector.metrics import Sample, WorkerReport, connector_stats
-from vllm_kvcompress.stores import Store, StoreError
+from vllm_kvcompress.stores import Store
 
 logger = init_logger(compat.LOGGER_NAME)
 
@@ -63,10 +64,13 @@ class ChunkManager(OffloadingManager):
         levels: int,
         retry_seconds: float,
         clock: Callable[[], float] = time.monotonic,
+        lookup_seconds: float = 0.25,
     ) -> None:
         self._server_fingerprint = server_fingerprint
         self._ranks = ranks
         self._shared_stores = list(shared_stores)
+        self._lookup = SharedLookup(shared_stores, lookup_seconds, clock)
+        self._store_errors = [0] * len(self._shared_stores)  # those that were counted
         self._workers_hold = workers_hold  # workers keep chunks in stores that only they see
         self._levels = levels
         self._retry_seconds = retry_seconds
@@ -79,6 +83,7 @@ class ChunkManager(OffloadingManager):
         self._reported: Counter[bytes] = Counter()  # key -> ranks that stored it, while pending
         self._held: set[bytes] = set()  # every rank holds it, or is about to
         self._failed: dict[bytes, float] = {}  # key -> until when it counts as a miss
+        self._broken: set[bytes] = set()  # failed to load, whatever a store says: store it anew
         self._counters: Counter[Sample] = Counter()
         self._gauges: dict[Sample, float] = {}
         self._raw_bytes = self._blob_bytes = 0.0
@@ -110,9 +115,11 @@ class ChunkManager(OffloadingManager):
     # --- what vLLM's scheduler asks ---------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        found = self._find(key, req_context)
-        self._counters["lookup_misses" if found is None else "lookup_hits", ()] += 1
-        return LookupResult.MISS if found is None else LookupResult.HIT
+        result = self._find(key, req_context)
+        if result is not LookupResult.RETRY:
+            name = "lookup_hits" if result is LookupResult.HIT else "lookup_misses"
+            self._counters[name, ()] += 1
+        return result
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         chunk = self.key_of(key)
@@ -128,12 +135,15 @@ class ChunkManager(OffloadingManager):
         now = self._clock()
         for key in keys:
             chunk = self.key_of(key)
-            if chunk is None or chunk in self._held or self._in_shared_store(chunk, all):
+            if chunk is None or chunk in self._held:
+                continue
+            if chunk not in self._broken and self._is_stored(chunk, req_context):
                 continue
             wanted.append(key)
             self._held.add(chunk)
             self._pending[chunk] = now + PENDING_SECONDS
             self._failed.pop(chunk, None)
+            self._broken.discard(chunk)
         return PrepareStoreOutput(
             keys_to_store=wanted, store_spec=self._spec(wanted), evicted_keys=[]
         )
@@ -163,19 +173,21 @@ class ChunkManager(OffloadingManager):
         """
         if self._fingerprint is not None:
             old = fingerprint.namespace(self._fingerprint, self._epoch)
-            for store in self._shared_stores:
-                try:
-                    store.remove_prefix(old)
-                except StoreError as error:
-                    logger.warning("KV offload: store %s was not cleared: %s", store.name, error)
+            self._lookup.remove_prefix(old)
         self._epoch = os.urandom(8)
         self._reset_untold = True
         self._pending.clear()
         self._reported.clear()
         self._held.clear()
         self._failed.clear()
+        self._broken.clear()
 
     def get_stats(self):
+        for place, store in enumerate(self._shared_stores):
+            errors = store.stats().errors
+            if new := errors - self._store_errors[place]:
+                self._counters["store_errors", (store.name, "scheduler")] += new
+                self._store_errors[place] = errors
         if self._blob_bytes:
             self._gauges["compression_ratio", ()] = self._raw_bytes / self._blob_bytes
         stats = connector_stats(self._counters, self._gauges)
@@ -183,8 +195,7 @@ class ChunkManager(OffloadingManager):
         return stats
 
     def shutdown(self) -> None:
-        for store in self._shared_stores:
-            store.close()
+        self._lookup.close()
 
     # --- what workers report ----------------------------------------------------------------
 
@@ -203,10 +214,12 @@ class ChunkManager(OffloadingManager):
         now = self._clock()
         if len(self._failed) > MAX_FAILED:
             self._failed = {chunk: until for chunk, until in self._failed.items() if until > now}
+            self._broken &= self._failed.keys()
         for chunks in report.failed_loads.values():
             for chunk in chunks:
                 self._forget(chunk)
                 self._failed[chunk] = now + self._retry_seconds
+                self._broken.add(chunk)
         for chunk in report.given_up:
             self._failed[chunk] = now + self._retry_seconds
         self._counters.update(report.counters)
@@ -221,44 +234,62 @@ class ChunkManager(OffloadingManager):
 
     # --- where a chunk is -------------------------------------------------------------------
 
-    def _find(self, key: OffloadKey, req_context: ReqContext) -> Medium | None:
+    def _find(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         chunk = self.key_of(key)
         if chunk is None:
-            return None
+            return LookupResult.MISS
         if self._failed:
             until = self._failed.get(chunk)
             if until is not None:
                 if self._clock() < until:
-                    return None
+                    return LookupResult.MISS
                 del self._failed[chunk]
         allowed = req_context.load_tier_filter.allows
         if chunk in self._held and allowed(Medium.CPU, None):
-            return Medium.CPU
-        if allowed(Medium.STORAGE, None) and self._in_shared_store(chunk, any):
-            return Medium.STORAGE
-        return None
+            return LookupResult.HIT
+        if not self._shared_stores or not allowed(Medium.STORAGE, None):
+            return LookupResult.MISS
+        answer = self._ask(chunk, req_context)
+        if self._has_parts(answer, chunk, any):
+            return LookupResult.HIT
+        # Never for long: vLLM would hold the request as long as it is told to try again.
+        return LookupResult.RETRY if answer.is_pending(self._clock()) else LookupResult.MISS
 
-    def _in_shared_store(self, chunk: bytes, enough: Callable[[Iterable[bool]], bool]) -> bool:
-        """Whether the shared stores have every rank's part of a chunk, at ``any`` of the levels
-        or at ``all`` of them."""
-        found = {
-            fingerprint.blob_key(chunk, rank, level): False
+    def _ask(self, chunk: bytes, req_context: ReqContext) -> Answer:
+        """What the shared stores say of a chunk, and of all others of the request with it."""
+        answer = req_context.get_state(Answer)
+        probe = fingerprint.blob_key(chunk, 0)
+        if answer is None or probe not in answer.keys or answer.is_stale(self._clock()):
+            chunks = {chunk: None}
+            for key in compat.request_keys(req_context):
+                other = self.key_of(key)
+                if other is not None and other not in self._held:
+                    chunks[other] = None
+            answer = self._lookup.ask([key for each in chunks for key in self._parts(each)])
+            req_context.set_state(answer)
+        return answer
+
+    def _is_stored(self, chunk: bytes, req_context: ReqContext) -> bool:
+        """Whether all of a chunk was in the shared stores when the request was looked up."""
+        answer = req_context.get_state(Answer)
+        return answer is not None and self._has_parts(answer, chunk, all)
+
+    def _parts(self, chunk: bytes) -> list[bytes]:
+        """The keys of a chunk's blobs: rank by rank, each level."""
+        return [
+            fingerprint.blob_key(chunk, rank, level)
             for rank in range(self._ranks)
             for level in range(self._levels)
-        }
-        for store in self._shared_stores:
-            missing = [key for key, there in found.items() if not there]
-            try:
-                found.update(zip(missing, store.contains(missing), strict=True))
-            except StoreError as error:
-                self._counters["store_errors", (store.name, "scheduler")] += 1
-                logger.warning_once("KV offload: store %s cannot be asked: %s", store.name, error)
-                continue
-            there = list(found.values())
-            parts = range(0, len(there), self._levels)
-            if all(enough(there[part : part + self._levels]) for part in parts):
-                return True
-        return False
+        ]
+
+    def _has_parts(
+        self, answer: Answer, chunk: bytes, enough: Callable[[Iterable[bool]], bool]
+    ) -> bool:
+        """Whether every rank's part is there, at ``any`` of the levels or at ``all`` of them."""
+        there = [key in answer for key in self._parts(chunk)]
+        return all(
+            enough(there[part : part + self._levels]) for part in range(0, len(there), self._levels)
+        )
 
     def _spec(self, keys: Collection[OffloadKey]) -> ChunkKeys:
         chunks = [self.key_of(key) for key in keys]

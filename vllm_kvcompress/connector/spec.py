@@ -106,6 +106,7 @@ class KVCompressSpec(OffloadingSpec):
             workers_hold=len(shared) < len(stack.stores),
             levels=len(self.codecs),
             retry_seconds=self.settings.retry_seconds,
+            lookup_seconds=self.settings.lookup_seconds,
         )
 
     def find_layouts(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -207,8 +208,8 @@ class KVCompressSpec(OffloadingSpec):
 def _log_setup(spec: KVCompressSpec, stack: StoreStack) -> None:
     """The one line at start: codec, level, stores and what they hold."""
     held = ", ".join(
-        f"{stats.name} {stats.entries} blobs, {stats.bytes_held / 2**20:.1f} MiB of "
-        f"{stats.capacity_bytes / 2**20:.0f} MiB"
+        f"{stats.name} {stats.entries} blobs, {stats.bytes_held / 2**20:.1f} MiB"
+        + (f" of {stats.capacity_bytes / 2**20:.0f} MiB" if stats.capacity_bytes else "")
         for stats in (store.stats() for store in stack.stores)
     )
     levels = [getattr(codec, "level", codec.name) for codec in spec.codecs]
