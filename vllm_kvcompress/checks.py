@@ -6,8 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from vllm_kvcompress import compat
-from vllm_kvcompress.config import IN_PLACE, KIVI_DTYPES, SLIDING_WINDOW, KiviSettings
+from vllm_kvcompress import audit_metrics, compat
+from vllm_kvcompress.config import (
+    FP8_DTYPES,
+    IN_PLACE,
+    KIVI_DTYPES,
+    SLIDING_WINDOW,
+    Fp8Settings,
+    KiviSettings,
+)
 from vllm_kvcompress.kernels.kivi.format import DTYPES
 
 if TYPE_CHECKING:
@@ -23,7 +30,10 @@ def check_config(vllm_config: VllmConfig) -> None:
     _apply_in_place(vllm_config)
     _check_skip_layers(vllm_config)
     settings = KiviSettings.parse(vllm_config.additional_config)
+    Fp8Settings.parse(vllm_config.additional_config)
     cache_dtype = vllm_config.cache_config.cache_dtype
+    _check_dtype(vllm_config, cache_dtype)
+    audit_metrics.serve(vllm_config.instance_id)
     if cache_dtype in KIVI_DTYPES:
         _check_kivi(vllm_config, cache_dtype, settings)
     elif (vllm_config.additional_config or {}).get("kvcompress", {}).get("kivi"):
@@ -81,6 +91,27 @@ def _check_skip_layers(vllm_config: VllmConfig) -> None:
             )
 
 
+def _check_dtype(vllm_config: VllmConfig, cache_dtype: str) -> None:
+    """vLLM's CPU engine starts with dtypes that it does not know, and produces nonsense; and it
+    does not say why it cannot do e5m2 with calibrated scales."""
+    if cache_dtype == "fp8_e5m2" and compat.kv_cache_scheme(vllm_config) is not None:
+        raise ValueError(
+            "kv_cache_dtype fp8_e5m2: this checkpoint has scales that were calibrated for "
+            "fp8_e4m3, which is twice as precise; choose fp8_e4m3, or take a checkpoint whose "
+            "config.json has no kv_cache_scheme"
+        )
+    model = vllm_config.model_config
+    own = str(model.dtype).removeprefix("torch.")
+    known = ["auto", own, *FP8_DTYPES, *KIVI_DTYPES]
+    if model.use_mla:
+        known = ["auto", own]
+    if compat.is_cpu() and cache_dtype not in known:
+        raise ValueError(
+            f"kv_cache_dtype {cache_dtype}: the CPU engine cannot do it with this model; choose "
+            f"from {', '.join(known)}"
+        )
+
+
 def skipped_layer_dtype(vllm_config: VllmConfig, layer_name: str, window: int | None) -> str | None:
     """The ``kv_cache_dtype`` of a layer that is left out of KIVI pages, None for vLLM's choice."""
     cache = vllm_config.cache_config
@@ -119,8 +150,6 @@ def _check_kivi(vllm_config: VllmConfig, cache_dtype: str, settings: KiviSetting
         where = f"additional_config: kvcompress.kivi: skip_dtype is {settings.skip_dtype}"
         if not cache.kv_cache_dtype_skip_layers:
             raise ValueError(f"{where}, and --kv-cache-dtype-skip-layers names no layer")
-        if compat.is_cpu() and not compat.cpu_engine_has_fp8():
-            raise ValueError(f"{where}; the CPU engine has FP8 pages with AVX-512 only")
     block = cache.block_size
     if not cache.user_specified_block_size and block % settings.group_size:
         block = settings.group_size  # vLLM has yet to choose one that the backend takes
@@ -134,7 +163,7 @@ def _check_kivi(vllm_config: VllmConfig, cache_dtype: str, settings: KiviSetting
 
 
 def refused_layer(config: Any) -> str | None:
-    """What a layer asks of its attention backend that KIVI pages do not have, or None."""
+    """What a layer asks of its attention backend that pages of ours do not have, or None."""
     for refused, what in (
         (config.use_mla, "multi-head latent attention (MLA)"),
         (config.use_sparse, "sparse attention"),

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -261,17 +262,17 @@ def _wrapped(function: Callable[..., Any]) -> bool:
 
 
 def route_attention(
-    cache_dtypes: Iterable[str], class_path: str, refusal: Callable[[Any], str | None]
+    choose: Callable[[Any, Callable[[Any], str]], str], custom_class_path: str
 ) -> None:
-    """Give layers whose ``kv_cache_dtype`` is one of these the backend at ``class_path``.
+    """Let ``choose`` name the attention backend of each layer.
 
-    ``refusal`` gets vLLM's ``AttentionSelectorConfig`` and says what in it is not supported; then
-    ValueError is raised. Selection is per layer: layers with other dtypes keep their backend.
+    It gets vLLM's ``AttentionSelectorConfig`` and vLLM's own choice, a function of such a
+    configuration, which raises ValueError where there is none. Returned is the qualified name of a
+    class. ``custom_class_path`` is what ``--attention-backend CUSTOM`` means.
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    cache_dtypes = frozenset(cache_dtypes)
     platform = type(current_platform)
     original = platform.get_attn_backend_cls.__func__
     if _wrapped(original):
@@ -279,16 +280,14 @@ def route_attention(
 
     @functools.wraps(original)
     def get_attn_backend_cls(cls, selected_backend, attn_selector_config, *args, **options):
-        if attn_selector_config.kv_cache_dtype not in cache_dtypes:
-            return original(cls, selected_backend, attn_selector_config, *args, **options)
-        reason = refusal(attn_selector_config)
-        if reason:
-            raise ValueError(f"kv_cache_dtype {attn_selector_config.kv_cache_dtype}: {reason}")
-        return class_path
+        def default(config):
+            return original(cls, selected_backend, config, *args, **options)
+
+        return choose(attn_selector_config, default)
 
     get_attn_backend_cls._kvcompress = True
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
-    register_backend(AttentionBackendEnum[CUSTOM_BACKEND], class_path)
+    register_backend(AttentionBackendEnum[CUSTOM_BACKEND], custom_class_path)
 
 
 def on_config(callback: Callable[[VllmConfig], None]) -> None:
@@ -314,27 +313,54 @@ def on_available_memory(callback: Callable[[VllmConfig, int], int]) -> None:
 
     To be called in the worker, when its module has been loaded.
     """
-    for module, name in (
+
+    def wrap(original):
+        def determine_available_memory(self, *args, **options):
+            return callback(self.vllm_config, original(self, *args, **options))
+
+        return determine_available_memory
+
+    _wrap_in_worker("determine_available_memory", wrap)
+
+
+def after_loading(callback: Callable[[VllmConfig, int], None]) -> None:
+    """Call ``callback`` with the configuration and its rank in each worker that has its model.
+
+    To be called in the worker, when its module has been loaded.
+    """
+
+    def wrap(original):
+        def get_kv_cache_spec(self, *args, **options):
+            callback(self.vllm_config, self.rank)
+            return original(self, *args, **options)
+
+        return get_kv_cache_spec
+
+    _wrap_in_worker("get_kv_cache_spec", wrap)
+
+
+def _wrap_in_worker(name: str, wrap: Callable[[Any], Any]) -> None:
+    """Wrap a method of the workers' classes, where they define it, once."""
+    for module, class_name in (
         ("vllm.v1.worker.gpu_worker", "Worker"),
         ("vllm.v1.worker.cpu_worker", "CPUWorker"),
     ):
-        worker = getattr(sys.modules.get(module), name, None)
-        original = vars(worker).get("determine_available_memory") if worker else None
+        worker = getattr(sys.modules.get(module), class_name, None)
+        original = vars(worker).get(name) if worker else None
         if original is None or _wrapped(original):
             continue
-
-        def determine_available_memory(self, *args, _original=original, **options):
-            return callback(self.vllm_config, _original(self, *args, **options))
-
-        determine_available_memory._kvcompress = True
-        worker.determine_available_memory = determine_available_memory
+        method = functools.wraps(original)(wrap(original))
+        method._kvcompress = True
+        setattr(worker, name, method)
 
 
-def with_layer_dtype(dtype_of: Callable[[VllmConfig, str, int | None], str | None]) -> None:
+def on_layer(
+    dtype_of: Callable[[VllmConfig, str, int | None], str | None], built: Callable[[], None]
+) -> None:
     """Let ``dtype_of`` choose the ``kv_cache_dtype`` of single attention layers.
 
     It gets the configuration, the layer's name and its sliding window, and returns a dtype, or None
-    for what vLLM would do.
+    for what vLLM would do. ``built`` is called after each layer, in its worker.
     """
     from vllm.model_executor.layers.attention import Attention
 
@@ -352,7 +378,6 @@ def with_layer_dtype(dtype_of: Callable[[VllmConfig, str, int | None], str | Non
             window = bound.arguments.get("per_layer_sliding_window") or cache.sliding_window
             dtype = dtype_of(vllm_config, bound.arguments.get("prefix", ""), window)
             if dtype is not None:
-                _give_cpu_builders_their_dtype()
                 cache = copy.copy(cache)
                 cache.cache_dtype = dtype
                 cache.kv_cache_dtype_skip_layers = []
@@ -387,6 +412,8 @@ def _give_cpu_builders_their_dtype() -> None:
 
     __init__._kvcompress = True
     builder.__init__ = __init__
+        _give_cpu_builders_their_dtype()
+        built()
 
 
 def on_cache_write(
@@ -443,9 +470,59 @@ def is_cpu() -> bool:
     return current_platform.is_cpu()
 
 
-def cpu_engine_has_fp8() -> bool:
-    """Whether vLLM's CPU attention can keep FP8 pages on this machine."""
-    return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+def lacks_e4m3() -> bool:
+    """Whether this is a CUDA GPU without FP8 arithmetic, which came with compute capability 8.9."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cuda() and not current_platform.has_device_capability(89)
+
+
+def doubles_scales() -> bool:
+    """Whether this GPU's FP8 is AMD's older one (FNUZ), whose numbers are half as large."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_fp8_fnuz()
+
+
+def device() -> torch.device:
+    """The device that layers compute on."""
+    from vllm.platforms import current_platform
+
+    return torch.device(current_platform.device_type)
+
+
+def tensor_parallel_rank() -> tuple[int, int]:
+    """This worker's rank among those that share a layer's heads, and their number."""
+    from vllm.distributed import (
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
+
+    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+
+
+def checkpoint_folder(vllm_config: VllmConfig) -> Path | None:
+    """The local folder that the model is loaded from, None where there is none."""
+    model = vllm_config.model_config
+    if vllm_config.load_config.load_format == "dummy":
+        return None
+    if Path(model.model).is_dir():
+        return Path(model.model)
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        config = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+    except ValueError:  # not the name of a repository
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def kv_cache_scheme(vllm_config: VllmConfig) -> Mapping[str, Any] | None:
+    """What a checkpoint of compressed-tensors declares of its KV cache, None if nothing."""
+    config = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
+    if isinstance(config, Mapping):
+        return config.get("kv_cache_scheme")
+    return None
 
 
 def layer_number(layer_name: str) -> int:

@@ -162,6 +162,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "kivi": {
         "group_size": 32,
         "sink_tokens": 0,
+FP8_DTYPES = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
+"""vLLM's ``kv_cache_dtype`` names of FP8 pages, and what their codes are."""
+
         "boosted_channels": 0,
         "clipping": "none",
         "rotate_values": "auto",
@@ -183,6 +186,54 @@ _FITS = {"none": "minmax", "least_squares": "unbiased"}
 @dataclass(frozen=True)
 class KiviSettings:
     """What a user sets under ``additional_config``, ``{"kvcompress": {"kivi": {...}}}``."""
+
+_SECTIONS = ("kivi", "fp8")
+
+
+def _section(additional_config: Any, name: str, settings: type) -> tuple[str, Mapping[str, Any]]:
+    """Where ``additional_config["kvcompress"][name]`` stands, in words, and what it holds.
+
+    Raises ValueError, which names the choices, for what is no object and for unknown settings.
+    """
+    where = "additional_config: kvcompress"
+    ours = additional_config.get("kvcompress", {}) if isinstance(additional_config, dict) else {}
+    if not isinstance(ours, Mapping):
+        raise ValueError(f'{where} is {ours!r}; expected an object such as {{"{name}": {{}}}}')
+    unknown = sorted(set(ours) - set(_SECTIONS))
+    if unknown:
+        raise ValueError(
+            f"{where}: unknown setting {unknown[0]!r}; choose from {', '.join(_SECTIONS)}"
+        )
+    given = ours.get(name, {})
+    where += f".{name}"
+    fields = settings.__dataclass_fields__
+    if not isinstance(given, Mapping):
+        first = next(iter(fields))
+        raise ValueError(f'{where} is {given!r}; expected an object such as {{"{first}": ...}}')
+    unknown = sorted(set(given) - set(fields))
+    if unknown:
+        raise ValueError(
+            f"{where}: unknown setting {unknown[0]!r}; choose from {', '.join(fields)}"
+        )
+    return where, given
+
+
+@dataclass(frozen=True)
+class Fp8Settings:
+    """What a user sets under ``additional_config``, ``{"kvcompress": {"fp8": {...}}}``."""
+
+    strict_scales: bool = False
+    """Whether an engine refuses to start with scales that the audit of FP8 scales warns of."""
+
+    @classmethod
+    def parse(cls, additional_config: Any) -> Fp8Settings:
+        """Validate ``additional_config["kvcompress"]["fp8"]``. Raises ValueError."""
+        where, given = _section(additional_config, "fp8", cls)
+        strict = given.get("strict_scales", cls.strict_scales)
+        if not isinstance(strict, bool):
+            raise ValueError(f"{where}: strict_scales is {strict!r}; expected true or false")
+        return cls(strict)
+
 
     preset: str = "balanced"
     """Where the other settings' defaults come from."""
@@ -210,27 +261,7 @@ class KiviSettings:
 
         Raises ValueError, which names the setting and the choices.
         """
-        where = "additional_config: kvcompress"
-        ours = (
-            additional_config.get("kvcompress", {}) if isinstance(additional_config, dict) else {}
-        )
-        if not isinstance(ours, Mapping):
-            raise ValueError(f'{where} is {ours!r}; expected an object such as {{"kivi": {{}}}}')
-        unknown = sorted(set(ours) - {"kivi"})
-        if unknown:
-            raise ValueError(f"{where}: unknown setting {unknown[0]!r}; choose from kivi")
-        given = ours.get("kivi", {})
-        where += ".kivi"
-        if not isinstance(given, Mapping):
-            raise ValueError(
-                f'{where} is {given!r}; expected an object such as {{"group_size": 64}}'
-            )
-        known = list(cls.__dataclass_fields__)
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            raise ValueError(
-                f"{where}: unknown setting {unknown[0]!r}; choose from {', '.join(known)}"
-            )
+        where, given = _section(additional_config, "kivi", cls)
 
         def check(name: str, good: bool, expected: str) -> None:
             if name in given and not good:
@@ -243,7 +274,7 @@ class KiviSettings:
         for name, choices in (
             ("preset", tuple(PRESETS)),
             ("clipping", tuple(_FITS)),
-            ("skip_dtype", ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")),
+            ("skip_dtype", ("auto", *FP8_DTYPES)),
         ):
             check(name, given.get(name) in choices, " or ".join(choices))
         check("group_size", number("group_size", int) in (32, 64, 128), "32, 64 or 128")

@@ -5,16 +5,15 @@ vLLM calls it in the front end, in the engine core and in every worker, and may 
 
 
 def register() -> None:
-    """Make ``KVCompressConnector`` and the KIVI dtypes known to vLLM by name."""
-    from vllm_kvcompress import checks, compat
+    """Make the connector and the KIVI dtypes known to vLLM by name, and FP8 pages ours."""
+    from vllm_kvcompress import audit, checks, compat
+    from vllm_kvcompress.attention import routing
     from vllm_kvcompress.config import KIVI_DTYPES
 
     compat.remember_cpu_affinity()
     compat.shield_llvmlite()
     compat.register_connector("KVCompressConnector", "vllm_kvcompress.connector.connector")
     compat.add_cache_dtypes(KIVI_DTYPES)
-    compat.route_attention(
-        KIVI_DTYPES, "vllm_kvcompress.attention.kivi.KiviBackend", checks.refused_layer
-    )
-    compat.with_layer_dtype(checks.skipped_layer_dtype)
+    compat.route_attention(routing.attention_backend, routing.KIVI_BACKEND)
+    compat.on_layer(checks.skipped_layer_dtype, audit.arrange)
     compat.on_config(checks.check_config)

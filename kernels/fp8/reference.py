@@ -10,17 +10,18 @@ from __future__ import annotations
 import torch
 
 from ..attention import Attention
-from .format import PageFormat
+from .format import CODES, PageFormat
 
 
 def warm_up() -> None:
     """Nothing is compiled."""
 
 
-def quantise(x: torch.Tensor, scale: torch.Tensor, fmt: PageFormat) -> torch.Tensor:
+def quantise(x: torch.Tensor, scale: torch.Tensor, code: str) -> torch.Tensor:
     """Codes of ``x / scale``, in torch's dtype of them. ``scale`` is float32 and broadcasts."""
-    ratio = x.float() / scale
-    return ratio.clamp(-fmt.largest, fmt.largest).to(fmt.dtype)
+    dtype = CODES[code]
+    largest = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-largest, largest).to(dtype)
 
 
 def store(
@@ -38,8 +39,8 @@ def store(
     slots: int64.
     """
     count = len(slots)
-    k = quantise(key[:count], k_scale.view(-1, 1), fmt).view(torch.uint8)
-    v = quantise(value[:count], v_scale.view(-1, 1), fmt).view(torch.uint8)
+    k = quantise(key[:count], k_scale.view(-1, 1), fmt.code).view(torch.uint8)
+    v = quantise(value[:count], v_scale.view(-1, 1), fmt.code).view(torch.uint8)
     for token, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
