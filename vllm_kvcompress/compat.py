@@ -383,6 +383,8 @@ def on_layer(
                 cache.kv_cache_dtype_skip_layers = []
                 bound.arguments["cache_config"] = cache
         original(*bound.args, **bound.kwargs)
+        _give_cpu_builders_their_dtype()
+        built()
 
     __init__._kvcompress = True
     Attention.__init__ = __init__
@@ -412,8 +414,6 @@ def _give_cpu_builders_their_dtype() -> None:
 
     __init__._kvcompress = True
     builder.__init__ = __init__
-        _give_cpu_builders_their_dtype()
-        built()
 
 
 def on_cache_write(

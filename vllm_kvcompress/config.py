@@ -158,13 +158,13 @@ KIVI_DTYPES = {
 }
 """The ``kv_cache_dtype`` names of KIVI pages: bits of K, bits of V."""
 
+FP8_DTYPES = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
+"""vLLM's ``kv_cache_dtype`` names of FP8 pages, and what their codes are."""
+
 PRESETS: dict[str, dict[str, Any]] = {
     "kivi": {
         "group_size": 32,
         "sink_tokens": 0,
-FP8_DTYPES = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
-"""vLLM's ``kv_cache_dtype`` names of FP8 pages, and what their codes are."""
-
         "boosted_channels": 0,
         "clipping": "none",
         "rotate_values": "auto",
@@ -182,10 +182,6 @@ one scale a token, and V is rotated. ``balanced`` loses less at the same bits.""
 
 _FITS = {"none": "minmax", "least_squares": "unbiased"}
 
-
-@dataclass(frozen=True)
-class KiviSettings:
-    """What a user sets under ``additional_config``, ``{"kvcompress": {"kivi": {...}}}``."""
 
 _SECTIONS = ("kivi", "fp8")
 
@@ -234,6 +230,10 @@ class Fp8Settings:
             raise ValueError(f"{where}: strict_scales is {strict!r}; expected true or false")
         return cls(strict)
 
+
+@dataclass(frozen=True)
+class KiviSettings:
+    """What a user sets under ``additional_config``, ``{"kvcompress": {"kivi": {...}}}``."""
 
     preset: str = "balanced"
     """Where the other settings' defaults come from."""
