@@ -6,8 +6,10 @@ import os
 from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 ENVIRONMENT = "VLLM_KVCOMPRESS_KERNELS"
 

@@ -64,6 +64,16 @@ def test_estimate_tells_the_tokens_of_every_dtype(model, capsys):
     assert {dtype for dtype, _, _ in tokens} == {"auto", "fp8", *KIVI_DTYPES}
 
 
+def test_estimate_does_without_torch(model):
+    code = (
+        "import sys\nfrom vllm_kvcompress.cli import main\n"
+        f"assert main(['estimate', {str(model)!r}, '--kv-memory', '2GiB']) == 0\n"
+        "assert not {'torch', 'vllm', 'transformers', 'numba'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_estimate_prints_a_table_that_a_person_can_read(model, capsys):
     assert run("estimate", model, "--kv-memory", "2GiB", "--device", "cpu", "--batch", 4) == 0
     out = capsys.readouterr().out

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from vllm_kvcompress.config import KIVI_DTYPES, SLIDING_WINDOW, KiviSettings
-from vllm_kvcompress.kernels.kivi.format import DTYPES
-from vllm_kvcompress.model_layers import ITEMSIZE, AttentionLayer, ModelLayers
+from vllm_kvcompress.kernels.kivi.format import ITEMSIZES
+from vllm_kvcompress.model_layers import AttentionLayer, ModelLayers
 
 DEVICES = ("cpu", "cuda")
 
@@ -253,7 +253,7 @@ def plan(model: ModelLayers, engine: EngineOptions, cache: CacheOptions) -> Cach
     if not cache.is_kivi:
         return planned
     packed = [layer for layer in model.layers if layer.number not in skipped]
-    item = ITEMSIZE[model.dtype]
+    item = ITEMSIZES[model.dtype]
     heads = layout.heads(packed[0]) if packed else 0
     residual = cache.kivi.residual_length
     return replace(
@@ -433,12 +433,12 @@ class _Layout:
         return self._cache.kivi.skip_dtype if self._cache.is_kivi else "auto"
 
     def _itemsize(self, dtype: str) -> int:
-        return ITEMSIZE[self._model.dtype] if dtype == "auto" else ITEMSIZE.get(dtype, 1)
+        return ITEMSIZES[self._model.dtype] if dtype == "auto" else ITEMSIZES.get(dtype, 1)
 
     def _token_bytes(self, layer: AttentionLayer, dtype: str, heads: int) -> int:
         """Bytes of a token of one layer. Raises ValueError for a dtype that it cannot have."""
         sizes = (layer.key_size, layer.value_size)
-        if dtype == "auto" or dtype in ITEMSIZE or dtype in _ONE_BYTE:
+        if dtype == "auto" or dtype in ITEMSIZES or dtype in _ONE_BYTE:
             return heads * sum(sizes) * self._itemsize(dtype)
         if dtype in _PER_TOKEN_HEAD:
             # A float32 scale of K and one of V, with MLA too.
@@ -465,9 +465,7 @@ class _Layout:
         return heads * self._kivi_token_bytes(dtype, size)
 
     def _kivi_token_bytes(self, dtype: str, head_size: int) -> int:
-        named = {str(known).removeprefix("torch."): known for known in DTYPES}
-        model_dtype = named[self._model.dtype]
-        fmt = self._cache.kivi.page_format(dtype, self.block, head_size, model_dtype)
+        fmt = self._cache.kivi.page_format(dtype, self.block, head_size, self._model.dtype)
         return fmt.token_bytes
 
 

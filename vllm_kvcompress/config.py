@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm_kvcompress.codecs import Codec, codec_names, create_codec
 from vllm_kvcompress.kernels.kivi.format import PageFormat
 from vllm_kvcompress.stores import parse_size
+
+if TYPE_CHECKING:
+    from vllm_kvcompress.codecs import Codec
 
 DEFAULT_STORES = ({"type": "memory", "bytes": "4GiB"},)
 
@@ -57,6 +59,8 @@ class OffloadSettings:
 
     def create_codecs(self) -> list[Codec]:
         """The codec of every level, the best first. Raises ValueError for what is not known."""
+        from vllm_kvcompress.codecs import codec_names, create_codec  # they import torch
+
         if self.levels is None:
             named = {} if self.level is None else {"level": self.level}
             return [create_codec(self.codec, **named)]

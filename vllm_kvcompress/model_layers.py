@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of a value by the names of the dtypes that models compute in."""
+from vllm_kvcompress.kernels.kivi.format import ITEMSIZES
 
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where multi-modal models keep the configuration of their language model."""
@@ -130,8 +129,8 @@ class StateLayer:
                 f"tensor_parallel_size is {ranks}, and the state of layer {self.number}, of "
                 f"{self.heads} heads and {channels} channels, cannot be shared out"
             )
-        item = ITEMSIZE[dtype if self.dtype == "auto" else self.dtype]
-        conv = channels // ranks * self.conv_length * ITEMSIZE[dtype]
+        item = ITEMSIZES[dtype if self.dtype == "auto" else self.dtype]
+        conv = channels // ranks * self.conv_length * ITEMSIZES[dtype]
         return conv + self.heads // ranks * self.head_values * item
 
 
@@ -142,7 +141,7 @@ class ModelLayers:
     name: str
     layers: tuple[AttentionLayer, ...]
     dtype: str
-    """The dtype that the model computes in, a key of ``ITEMSIZE``."""
+    """The dtype that the model computes in, a key of ``ITEMSIZES``."""
     max_model_len: int
     """Tokens of the longest sequence."""
     kv_cache_dtype: str = "auto"
@@ -344,9 +343,9 @@ def _delta_net(text: Mapping[str, Any], number: int) -> StateLayer:
 def _delta_net_of_its_dtype(text: Mapping[str, Any], number: int) -> StateLayer:
     """The same, where the config says in which dtype the state is kept."""
     found = text.get("mamba_ssm_dtype") or "auto"
-    if found != "auto" and found not in ITEMSIZE:
+    if found != "auto" and found not in ITEMSIZES:
         raise ValueError(
-            f"config.json: mamba_ssm_dtype is {found!r}; expected {', '.join(ITEMSIZE)}"
+            f"config.json: mamba_ssm_dtype is {found!r}; expected {', '.join(ITEMSIZES)}"
         )
     return replace(_delta_net(text, number), dtype=found)
 
@@ -455,11 +454,11 @@ def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], wanted: str) -> s
         )
         wanted = str(wanted).removeprefix("torch.")
         refused = wanted == "float16" and text["model_type"] in _NO_FLOAT16
-        if wanted == "float32" or wanted not in ITEMSIZE or refused:
+        if wanted == "float32" or wanted not in ITEMSIZES or refused:
             return "bfloat16"
     wanted = {"half": "float16", "float": "float32"}.get(wanted, wanted)
-    if wanted not in ITEMSIZE:
-        raise ValueError(f"dtype is {wanted}; choose from auto, {', '.join(ITEMSIZE)}")
+    if wanted not in ITEMSIZES:
+        raise ValueError(f"dtype is {wanted}; choose from auto, {', '.join(ITEMSIZES)}")
     return wanted
 
 

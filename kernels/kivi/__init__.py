@@ -7,10 +7,12 @@ them, and ``warm_up``, which compiles what they need.
 from __future__ import annotations
 
 from types import ModuleType
-
-import torch
+from typing import TYPE_CHECKING
 
 from .. import dispatch
+
+if TYPE_CHECKING:
+    import torch
 
 _MODULES = {"reference": "reference", "cpu": "cpu", "triton": "triton_kivi"}
 

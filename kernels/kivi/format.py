@@ -45,8 +45,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:  # sizes are asked for where importing torch would take longer than the answer
+    import torch
 
 ROWS = 16
 """Rows of a plane that share a word."""
@@ -54,7 +56,9 @@ ROWS = 16
 GROUPS = (32, 64, 128)
 BITS = (2, 4)
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of a value, by the names of ``DTYPES``, those of torch that scales may have."""
+
 FITS = ("minmax", "unbiased")
 
 FIT_SHRINK = 0.9
@@ -73,11 +77,21 @@ FIRST_RMS_4BIT = 0.3352
 """The same for 4 bits."""
 
 
+def __getattr__(name: str) -> Any:
+    if name == "DTYPES":
+        import torch
+
+        return tuple(getattr(torch, dtype) for dtype in ITEMSIZES)
+    raise AttributeError(name)
+
+
 def rotation(head_size: int) -> torch.Tensor:
     """The symmetric orthogonal matrix ``[head_size, head_size]`` that rotates V.
 
     Hadamard matrices of the largest power of two that divides the head size, along the diagonal.
     """
+    import torch
+
     power = head_size & -head_size
     index = torch.arange(head_size)
     within, block = index % power, index // power
@@ -96,7 +110,8 @@ class PageFormat:
     block_tokens: int
     head_size: int
     dtype: torch.dtype
-    """The model's, of scales, minima, sinks and exact tokens."""
+    """The model's, of scales, minima, sinks and exact tokens. Where only sizes are asked for, its
+    name will do."""
     group: int = 32
     """Tokens of a group of K, and channels of a group of V (its last one may be shorter)."""
     key_bits: int = 2
@@ -112,11 +127,12 @@ class PageFormat:
     """Whether V is rotated and coded symmetrically, with one group a token."""
 
     def __post_init__(self) -> None:
+        if self._dtype_name not in ITEMSIZES:
+            raise ValueError(f"dtype is {self._dtype_name}; choose from {', '.join(ITEMSIZES)}")
         for name, choices in (
             ("group", GROUPS),
             ("key_bits", BITS),
             ("value_bits", BITS),
-            ("dtype", DTYPES),
             ("head_size", HEAD_SIZES),
             ("fit", FITS),
         ):
@@ -139,6 +155,10 @@ class PageFormat:
         if not 0 <= self.sinks <= self.group:
             raise ValueError(f"sinks is {self.sinks}; choose from 0 to the group, {self.group}")
 
+    @property
+    def _dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
     @cached_property
     def key_groups(self) -> int:
         """Groups of K's tokens in a page."""
@@ -160,7 +180,7 @@ class PageFormat:
         return self.head_size if self.key_bits == 4 else self.boosted
 
     def _lengths(self, tokens: int) -> dict[str, int]:
-        size, item = self.head_size, self.dtype.itemsize
+        size, item = self.head_size, ITEMSIZES[self._dtype_name]
         plane = size * tokens // 4
         return {
             "key_codes": plane,
@@ -208,10 +228,12 @@ class PageFormat:
     @property
     def exact_token_bytes(self) -> int:
         """Bytes of K and V of one token of one head as the model has them."""
-        return 2 * self.head_size * self.dtype.itemsize
+        return 2 * self.head_size * ITEMSIZES[self._dtype_name]
 
     def section(self, page: torch.Tensor, name: str) -> torch.Tensor:
         """A view of one section of contiguous pages ``uint8 [..., page_bytes]``, in its shape."""
+        import torch
+
         offset, length = self.sections[name]
         tokens, size = self.block_tokens, self.head_size
         data = page[..., offset : offset + length]
