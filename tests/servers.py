@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -195,7 +195,7 @@ class Link:
 
     def up(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", self.port))
-        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+        _in_thread(self._accept, self._listener)
 
     def down(self) -> None:
         """Cut every connection and refuse new ones."""
@@ -215,7 +215,7 @@ class Link:
                 client, _ = listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+            _in_thread(self._serve, client)
 
     def _serve(self, client: socket.socket) -> None:
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
@@ -228,8 +228,7 @@ class Link:
             with self._lock:
                 self._open |= {client, server}
                 self.connections += 1
-            to_server = threading.Thread(target=self._carry, args=(client, server), daemon=True)
-            to_server.start()
+            to_server = _in_thread(self._carry, client, server)
             self._carry_answers(server, client)
             to_server.join()
         with self._lock:
@@ -260,3 +259,9 @@ class Link:
         for connection in (client, server):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def _in_thread(work: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=work, args=arguments, name="link", daemon=True)
+    thread.start()
+    return thread
