@@ -51,6 +51,8 @@ class StepMetadata(OffloadingConnectorMetadata):
     namespace: bytes = b""
     recompute_speed: float = 0.0
     """Tokens of prefill a second, 0 where loads are not to be weighed against it."""
+    idle: bool = False
+    """Nothing is computed in this step."""
 
 
 @dataclass
@@ -158,7 +160,7 @@ class KVCompressConnector(OffloadingConnector):
         assert self.connector_worker is not None and isinstance(connector_metadata, StepMetadata)
         worker = self.connector_worker.worker
         worker.set_namespace(connector_metadata.namespace)
-        worker.set_recompute_speed(connector_metadata.recompute_speed)
+        worker.begin_step(connector_metadata.recompute_speed, connector_metadata.idle)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self.connector_worker is not None
@@ -188,6 +190,7 @@ class KVCompressConnector(OffloadingConnector):
             jobs_to_flush=step.jobs_to_flush,
             namespace=self._manager.tell_namespace(),
             recompute_speed=self._recompute_speed.value if self._streaming else 0.0,
+            idle=scheduler_output.total_num_scheduled_tokens == 0,
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -18,6 +18,9 @@ Fetched = TypeVar("Fetched")
 WAIT_SECONDS = 0.02
 """How often a wait for loads looks whether one of them is late."""
 
+IDLE_SECONDS = 0.002
+"""How long an engine that has nothing to compute leaves the interpreter to the loads."""
+
 
 class LoadFailed(Exception):
     """A chunk cannot be loaded; the message is the cause, as the metrics label it."""
@@ -121,6 +124,12 @@ class Loads(Generic[Chunk, Fetched]):
                     if load.states[place] is _State.FETCHING:
                         self._speeds.link.fetched(0, load.fetch_began, now)
                     self._give_up(load, place)
+
+    def wait_a_little(self) -> None:
+        """Return when a load is done, or soon, if loads are under way."""
+        with self._changed:
+            if self._loads:
+                self._changed.wait(IDLE_SECONDS)
 
     def wait(self, job_ids: Collection[int]) -> None:
         """Return when these loads are done."""

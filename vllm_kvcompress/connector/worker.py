@@ -125,6 +125,7 @@ class ChunkWorker(OffloadingWorker):
 
         self._lock = threading.Lock()
         self._namespace = b""
+        self._idle = False
         self._staged: dict[bytes, Snapshot] = {}  # key -> what waits for its encoder
         self._staged_bytes = 0
         self._deferred: list[Callable[[], None]] = []  # what loads leave for the model's thread
@@ -197,6 +198,8 @@ class ChunkWorker(OffloadingWorker):
 
     def get_finished(self) -> list[TransferResult]:
         self._loads.give_up_late()
+        if self._idle:
+            self._loads.wait_a_little()
         with self._lock:
             finished, self._finished = self._finished, []
         # After that: a load that ends in between is reported, with its rest done, the next time.
@@ -217,9 +220,11 @@ class ChunkWorker(OffloadingWorker):
         for action in deferred:
             action()
 
-    def set_recompute_speed(self, tokens_per_second: float) -> None:
-        """What recomputing would do; 0, as long as it is not known, is never the better choice."""
-        self._speeds.recompute = tokens_per_second
+    def begin_step(self, recompute_speed: float, idle: bool) -> None:
+        """Hear of a step: what recomputing would do in tokens a second, 0 as long as that is not
+        known, and whether nothing is computed in this step."""
+        self._speeds.recompute = recompute_speed
+        self._idle = idle
 
     def set_namespace(self, namespace: bytes) -> None:
         """Forget everything stored under another namespace (after a reset of the cache)."""
