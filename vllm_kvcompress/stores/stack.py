@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from vllm_kvcompress.stores.base import Store, StoreConfigError, StoreError, StoreStats, check_keys
+
+FLUSH_SECONDS = 30.0
+"""How long a close writes down what only memory holds."""
 
 
 class StoreStack(Store):
@@ -132,13 +136,19 @@ class StoreStack(Store):
             )
 
     def flush(self) -> None:
-        """Bring what a store that dies with this process holds to the store below it."""
+        """Bring what a store that dies with this process holds to the store below it.
+
+        It ends after ``FLUSH_SECONDS``: a process that is told to stop may be killed soon.
+        """
+        deadline = time.monotonic() + FLUSH_SECONDS
         for level, store in enumerate(self.stores[:-1]):
             if store.shared:
                 continue
             below = self.stores[level + 1]
             keys = store.keys()
             for key, held in zip(keys, _contains(below, keys), strict=True):
+                if time.monotonic() > deadline:
+                    return
                 dirty = self._clean(level, key)
                 if (dirty or not held) and (blob := store.get(key)) is not None:
                     self._put_at(level + 1, key, blob)
