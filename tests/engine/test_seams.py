@@ -118,6 +118,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "vllm.platforms.interface:Platform.is_cuda(self)",
         "vllm.platforms.interface:Platform.has_device_capability(capability)",
     ),
+    "doubles_scales": ("vllm.platforms.interface:Platform.is_fp8_fnuz()",),
     "device": ("vllm.platforms.interface:Platform ~ device_type:",),
     "tensor_parallel_rank": (
         "vllm.distributed:get_tensor_model_parallel_rank",
