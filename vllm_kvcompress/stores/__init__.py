@@ -36,7 +36,7 @@ _REGISTRY: dict[str, str] = {
     "memory": "vllm_kvcompress.stores.memory:MemoryStore",
     "disk": "vllm_kvcompress.stores.disk:DiskStore",
     "valkey": "vllm_kvcompress.stores.valkey:ValkeyStore",
-    "object": "vllm_kvcompress.stores.object:ObjectStoreOfBlobs",
+    "object": "vllm_kvcompress.stores.object:BucketStore",
 }
 
 SEAL_KEY = "seal_key"

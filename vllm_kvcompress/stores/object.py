@@ -34,7 +34,7 @@ _MOST_KNOWN = 100_000
 _SCHEMES = ("s3", "gs", "az", "file")
 
 
-class ObjectStoreOfBlobs(RemoteStore):
+class BucketStore(RemoteStore):
     """Settings: ``url``, ``endpoint``, ``region``, ``timeout_seconds`` and ``namespace``.
 
     ``url`` is ``s3://BUCKET/PATH``, ``gs://``, ``az://`` or ``file:///PATH``. ``endpoint`` is the

@@ -18,6 +18,7 @@ from typing import Any
 import valkey
 from valkey.exceptions import (
     AuthenticationError,
+    InvalidResponse,
     NoPermissionError,
     ResponseError,
     ValkeyError,
@@ -32,6 +33,7 @@ MEASURE_SECONDS = 10.0
 
 _READ_BYTES = 1 << 18
 _LARGE = 1 << 15
+_LARGEST = 1 << 30
 _HEAD_BYTES = 32
 _BLOB_FOLLOWS = re.compile(rb"\$(\d{1,18})\r\n")
 _BATCH = 1000
@@ -209,11 +211,16 @@ def _read_blob(connection: valkey.Connection, timeout: float) -> bytes | None:
     seconds without a byte.
     """
     plain = connection._sock
-    if isinstance(plain, ssl.SSLSocket):
-        return connection.read_response()
-    head = _BLOB_FOLLOWS.match(plain.recv(_HEAD_BYTES, socket.MSG_PEEK))
+    head = None
+    if not isinstance(plain, ssl.SSLSocket):
+        head = _BLOB_FOLLOWS.match(plain.recv(_HEAD_BYTES, socket.MSG_PEEK))
     if head is None or int(head[1]) < _LARGE:
-        return connection.read_response()
+        answer = connection.read_response()
+        if answer is not None and not isinstance(answer, bytes):
+            raise InvalidResponse("a GET was answered with something else than a string")
+        return answer
+    if int(head[1]) > _LARGEST:
+        raise InvalidResponse(f"a blob of {int(head[1])} bytes")
     plain.recv(head.end())
     missing = int(head[1]) + 2
     parts = []
