@@ -118,7 +118,7 @@ def inside_multi_connector() -> bool:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """One cache group as the offload sees it; every layer in it has the same shape."""
+    """Layers of one cache group whose pages have the same shape, as the offload sees them."""
 
     group_id: int
     layer_names: tuple[str, ...]
@@ -128,6 +128,10 @@ class GroupSpec:
     page_bytes: int
     packed: bool = False
     """Whether the pages are bytes that only the layers' backend understands."""
+    values: int = 2
+    """Two for K and V, one where they share a latent (MLA)."""
+    places: tuple[int, ...] = ()
+    """Where the layers stand among all of the cache group."""
 
 
 def request_keys(req_context: ReqContext) -> list[OffloadKey]:
@@ -135,63 +139,83 @@ def request_keys(req_context: ReqContext) -> list[OffloadKey]:
     return list(req_context._offload_key_positions)
 
 
-def offload_groups(kv_cache_config: KVCacheConfig) -> tuple[GroupSpec, ...]:
-    """The cache groups that vLLM offloads, in its order.
+def offload_groups(kv_cache_config: KVCacheConfig) -> tuple[tuple[GroupSpec, ...], ...]:
+    """The cache groups that vLLM offloads, in its order, each split by the shape of its layers.
 
-    Raises ValueError for groups whose pages do not hold K and V of one shape: MLA latents, states
-    of Mamba layers, vLLM's own packed pages, layers of different shapes in one group.
+    Raises ValueError for layers whose pages hold neither K and V nor a latent: states of Mamba
+    layers, vLLM's own packed pages.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
         get_offloading_group_ids,
     )
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        SlidingWindowSpec,
-        UniformTypeKVCacheSpecs,
-    )
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     groups = []
     for group_id in get_offloading_group_ids(kv_cache_config):
         group = kv_cache_config.kv_cache_groups[group_id]
         spec = group.kv_cache_spec
-        if isinstance(spec, UniformTypeKVCacheSpecs):
-            specs = [spec.kv_cache_specs[name] for name in group.layer_names]
-        else:
-            specs = [spec] * len(group.layer_names)
-        first = specs[0]
-        where = f"cache group {group_id} (layer {group.layer_names[0]})"
-        # Subclasses keep other things in their pages: latents, sinks, compressed states.
-        if type(first) not in (FullAttentionSpec, SlidingWindowSpec):
-            raise ValueError(
-                f"KVCompressConnector takes full and sliding-window attention; {where} is "
-                f"{type(first).__name__}"
-            )
-        packed = first.state_content_bytes is not None
-        if first.tokens_per_state != 1 or (packed and not is_opaque_spec(first)):
-            raise ValueError(f"KVCompressConnector does not take the packed pages of {where}")
-        if first.head_size_v != first.head_size:
-            raise ValueError(
-                f"KVCompressConnector needs K and V of one head size; {where} has "
-                f"{first.head_size} and {first.head_size_v}"
-            )
-        if any(_shape_of(other) != _shape_of(first) for other in specs):
-            raise ValueError(f"KVCompressConnector needs layers of one shape; {where} has several")
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        specs = [
+            spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+            for name in group.layer_names
+        ]
+        for place, of_layer in enumerate(specs):
+            alike.setdefault(_shape_of(of_layer), []).append(place)
         groups.append(
-            GroupSpec(
-                group_id=group_id,
-                layer_names=tuple(group.layer_names),
-                block_tokens=first.block_size,
-                kv_heads=first.num_kv_heads,
-                head_size=first.head_size,
-                page_bytes=first.unpadded_page_size_bytes,
-                packed=packed,
+            tuple(
+                _group_spec(
+                    group_id,
+                    tuple(places),
+                    [group.layer_names[i] for i in places],
+                    specs[places[0]],
+                )
+                for places in alike.values()
             )
         )
     return tuple(groups)
 
 
+def _group_spec(
+    group_id: int, places: tuple[int, ...], layer_names: list[str], spec: AttentionSpec
+) -> GroupSpec:
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
+
+    where = f"cache group {group_id} (layer {layer_names[0]})"
+    # Other subclasses keep other things in their pages: sinks, compressed states.
+    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec):
+        raise ValueError(
+            "KVCompressConnector takes full and sliding-window attention and MLA; "
+            f"{where} is {type(spec).__name__}"
+        )
+    packed = spec.state_content_bytes is not None
+    if spec.tokens_per_state != 1 or (packed and not is_opaque_spec(spec)):
+        raise ValueError(f"KVCompressConnector does not take the packed pages of {where}")
+    latent = isinstance(spec, MLAAttentionSpec)
+    if not latent and spec.head_size_v != spec.head_size:
+        raise ValueError(
+            f"KVCompressConnector needs K and V of one head size; {where} has "
+            f"{spec.head_size} and {spec.head_size_v}"
+        )
+    return GroupSpec(
+        group_id=group_id,
+        layer_names=tuple(layer_names),
+        block_tokens=spec.block_size,
+        kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        page_bytes=spec.unpadded_page_size_bytes,
+        packed=packed,
+        values=1 if latent else 2,
+        places=places,
+    )
+
+
 def _shape_of(spec: AttentionSpec) -> tuple[Any, ...]:
     return (
+        type(spec),
         spec.block_size,
         spec.num_kv_heads,
         spec.head_size,
@@ -207,9 +231,9 @@ def attention_layer(vllm_config: VllmConfig, layer_name: str) -> Any:
 
 
 def write_through_backend(
-    layer: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    layer: Any, kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Let the layer's backend write K and V ``[tokens, heads, head_size]`` to ``slots``.
+    """Let the layer's backend write ``kv [values, tokens, heads, head_size]`` to ``slots``.
 
     Raises ValueError where the backend only writes as a part of its attention.
     """
@@ -218,7 +242,12 @@ def write_through_backend(
         raise ValueError(
             f"attention backend {type(layer.impl).__name__} has no separate cache write"
         )
-    write(layer, key, value, cache, slots)
+    if len(kv) == 2:
+        write(layer, kv[0].contiguous(), kv[1].contiguous(), cache, slots)
+        return
+    rank = layer.kv_lora_rank
+    latent, rotary = kv[0, :, 0, :rank].contiguous(), kv[0, :, :, rank:].contiguous()
+    write(latent, rotary, cache, slots, layer.kv_cache_dtype, layer._k_scale)
 
 
 def scales_of(layer: Any) -> tuple[list[float], list[float]]:

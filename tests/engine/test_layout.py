@@ -22,9 +22,10 @@ SHAPES = [
 class Backend:
     """An attention backend that keeps the elements of a page in a random order of its own."""
 
-    def __init__(self, elements: int, damage=None):
+    def __init__(self, elements: int, damage=None, kv_cache_dtype: str = "auto"):
         self.order = torch.randperm(elements, generator=torch.Generator().manual_seed(elements))
         self.damage = damage
+        self.kv_cache_dtype = kv_cache_dtype
         self._k_scale = self._v_scale = torch.tensor(1.0)
         self.impl = self
 
@@ -55,7 +56,7 @@ def test_any_order_is_found_and_every_bit_comes_back(shape, dtype):
     backend = Backend(2 * tokens * heads * size)
     cache = torch.zeros(6, heads, tokens, 2 * size, dtype=dtype)
     group = group_of(*shape, dtype.itemsize)
-    layout = find_layout(group, backend, cache, 6, "auto")
+    layout = find_layout(group, backend, cache, 6)
 
     key, value = torch.randn(2, 2, tokens, heads, size).to(dtype)
     pages = torch.empty(layers, 2, layout.page_bytes, dtype=torch.int8)
@@ -80,7 +81,7 @@ def test_any_order_is_found_and_every_bit_comes_back(shape, dtype):
 def test_a_block_of_several_kernel_blocks_is_one_page():
     backend = Backend(2 * 32 * 2 * 64)
     cache = torch.zeros(4 * 2, 2, 16, 128, dtype=torch.bfloat16)  # two kernel blocks a block
-    layout = find_layout(group_of(1, 32, 2, 64, 2), backend, cache, 4, "auto")
+    layout = find_layout(group_of(1, 32, 2, 64, 2), backend, cache, 4)
     assert layout.block_tokens == 32
 
 
@@ -93,10 +94,10 @@ def test_bytes_of_an_fp8_cache_are_told_apart_whatever_the_scale(scale):
             scaled = [(t.float() / scale).to(torch.float8_e4m3fn) for t in (key, value)]
             super().do_kv_cache_update(layer, *(t.view(torch.uint8) for t in scaled), cache, slots)
 
-    backend = Quantising(2 * tokens * heads * size)
+    backend = Quantising(2 * tokens * heads * size, kv_cache_dtype="fp8")
     backend._k_scale = backend._v_scale = torch.tensor(scale)
     cache = torch.zeros(3, heads, tokens, 2 * size, dtype=torch.uint8)
-    layout = find_layout(group_of(1, tokens, heads, size, 1), backend, cache, 3, "fp8")
+    layout = find_layout(group_of(1, tokens, heads, size, 1), backend, cache, 3)
     assert layout.dtype == torch.float8_e4m3fn
     assert torch.equal(layout.index.flatten(), backend.order.to(torch.int32))
 
@@ -117,19 +118,19 @@ def add_a_constant(page):
 def test_a_page_that_is_not_a_permutation_is_refused_by_the_layers_name(damage):
     cache = torch.zeros(2, 1, 16, 128, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"layer\.0.*permutation"):
-        find_layout(group_of(1, 16, 1, 64, 2), Backend(2 * 16 * 64, damage), cache, 2, "auto")
+        find_layout(group_of(1, 16, 1, 64, 2), Backend(2 * 16 * 64, damage), cache, 2)
 
 
 def test_a_cache_dtype_that_is_not_understood_is_refused_with_the_choices():
     cache = torch.zeros(2, 1, 16, 128, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"int8_per_token_head.*auto, fp8"):
-        find_layout(
-            group_of(1, 16, 1, 64, 1), Backend(2 * 16 * 64), cache, 2, "int8_per_token_head"
-        )
+        backend = Backend(2 * 16 * 64, kv_cache_dtype="int8_per_token_head")
+        find_layout(group_of(1, 16, 1, 64, 1), backend, cache, 2)
 
 
 def test_a_backend_without_a_write_of_its_own_is_refused():
-    layer = SimpleNamespace(impl=object(), _k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
+    one = torch.tensor(1.0)
+    layer = SimpleNamespace(impl=object(), kv_cache_dtype="auto", _k_scale=one, _v_scale=one)
     cache = torch.zeros(2, 1, 16, 128, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="no separate cache write"):
-        find_layout(group_of(1, 16, 1, 64, 2), layer, cache, 2, "auto")
+        find_layout(group_of(1, 16, 1, 64, 2), layer, cache, 2)

@@ -123,7 +123,10 @@ class KVCompressConnector(OffloadingConnector):
             for name, value in transfer.kv_connector_extra_config.items()
             if name in PASSED_TO_VLLM
         }
-        blocks = chunk_blocks(settings, compat.offload_groups(kv_cache_config))
+        groups = compat.offload_groups(kv_cache_config)
+        blocks = chunk_blocks(
+            settings, max(part.block_tokens for parts in groups for part in parts)
+        )
         config = build_offloading_config(
             compat.with_offload_config(vllm_config, {**passed, "blocks_per_chunk": blocks}),
             kv_cache_config,

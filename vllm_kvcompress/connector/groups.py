@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_kvcompress.codecs import Codec, pages
-from vllm_kvcompress.codecs.container import BytesLike
+from vllm_kvcompress.codecs import Codec, container, pages
+from vllm_kvcompress.codecs.container import BytesLike, Header
 from vllm_kvcompress.codecs.pages import Pages
 from vllm_kvcompress.layout import PageLayout
 
@@ -173,7 +173,7 @@ class PlainSnapshot(Snapshot):
 @dataclass
 class PlainContent(Content):
     group: PlainGroup
-    kv: torch.Tensor  # [layers, 2, tokens, kv_heads, head_size]
+    kv: torch.Tensor  # [layers, K and V, tokens, kv_heads, head_size]
 
     @property
     def blocks(self) -> int:
@@ -308,3 +308,99 @@ class PackedSnapshot(PackedContent, Snapshot):
     def __init__(self, group: PackedGroup, content: Pages, ready: torch.cuda.Event | None) -> None:
         super().__init__(group, content)
         self.ready = ready
+
+
+# --- layers of several shapes --------------------------------------------------------------------
+
+
+@dataclass
+class MixedGroup(CacheGroup):
+    """A cache group whose layers have pages of several kinds, such as layers left out of packing.
+
+    Its blob holds a blob of every part, in order.
+    """
+
+    parts: list[CacheGroup]
+
+    @property
+    def group_id(self) -> int:
+        return self.parts[0].group_id
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(part.block_bytes for part in self.parts)
+
+    @property
+    def block_tokens(self) -> int:
+        return self.parts[0].block_tokens
+
+    def snapshot(self, block_ids: list[int]) -> MixedSnapshot:
+        return MixedSnapshot([part.snapshot(block_ids) for part in self.parts])
+
+    def encode(self, snapshot: Snapshot, codec: Codec, key: bytes) -> bytes:
+        assert isinstance(snapshot, MixedSnapshot)
+        blobs = [
+            part.encode(content, codec, key)
+            for part, content in zip(self.parts, snapshot.parts, strict=True)
+        ]
+        return container.pack(self._header(snapshot.blocks, key), blobs)
+
+    def decode(self, blob: BytesLike, codec: Codec, key: bytes) -> MixedContent:
+        header, blobs = container.unpack(blob, codec="parts", codec_version=1)
+        if header.fingerprint != key:
+            raise ForeignBlob("a blob belongs to another key")
+        if len(blobs) != len(self.parts):
+            raise ForeignBlob(f"a blob of {len(blobs)} parts; this group has {len(self.parts)}")
+        content = MixedContent(
+            [part.decode(b, codec, key) for part, b in zip(self.parts, blobs, strict=True)]
+        )
+        if any(part.blocks != content.blocks for part in content.parts):
+            raise ForeignBlob("a blob whose parts have different blocks")
+        return content
+
+    def _header(self, blocks: int, key: bytes) -> Header:
+        return Header(
+            codec="parts",
+            level="",
+            dtype=torch.uint8,
+            shape=(len(self.parts), 1, blocks, 1, 1),
+            fingerprint=key,
+            codec_version=1,
+        )
+
+    def prepare_load(self, block_ids: list[int]) -> None:
+        for part in self.parts:
+            part.prepare_load(block_ids)
+
+
+@dataclass
+class MixedContent(Content):
+    parts: list[Content]
+
+    @property
+    def blocks(self) -> int:
+        return self.parts[0].blocks
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def write(self, place: int, block: int, first: bool) -> Callable[[], None] | None:
+        left = [part.write(place, block, first) for part in self.parts]
+        for_the_model = [action for action in left if action is not None]
+        if not for_the_model:
+            return None
+
+        def finish() -> None:
+            for action in for_the_model:
+                action()
+
+        return finish
+
+
+class MixedSnapshot(MixedContent, Snapshot):
+    """Its parts wait for their own copies."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ from vllm_kvcompress import compat
 from vllm_kvcompress.codecs import Codec, create_codec
 from vllm_kvcompress.config import OffloadSettings
 from vllm_kvcompress.connector import fingerprint
-from vllm_kvcompress.connector.groups import CacheGroup, PackedGroup, PlainGroup
+from vllm_kvcompress.connector.groups import CacheGroup, MixedGroup, PackedGroup, PlainGroup
 from vllm_kvcompress.connector.manager import ChunkManager
 from vllm_kvcompress.connector.metrics import metric_definitions
 from vllm_kvcompress.connector.worker import ChunkWorker, Level
@@ -39,12 +39,11 @@ logger = init_logger(compat.LOGGER_NAME)
 DEFAULT_CHUNK_TOKENS = 256
 
 
-def chunk_blocks(settings: OffloadSettings, groups: tuple[compat.GroupSpec, ...]) -> int:
-    """Blocks of a chunk, the same for every group.
+def chunk_blocks(settings: OffloadSettings, block_tokens: int) -> int:
+    """Blocks of a chunk, the same for every group; ``block_tokens`` is the largest of a block.
 
     Raises ValueError if the chunk that is asked for is not made of whole blocks.
     """
-    block_tokens = max(group.block_tokens for group in groups)
     if settings.chunk_tokens is None:
         return max(1, DEFAULT_CHUNK_TOKENS // block_tokens)
     if settings.chunk_tokens % block_tokens:
@@ -78,7 +77,7 @@ class KVCompressSpec(OffloadingSpec):
         self.groups = compat.offload_groups(kv_cache_config)
         self.vllm_config = vllm_config
         self.kv_cache_config = kv_cache_config
-        self.layouts: list[PageLayout | None] = []
+        self._layouts: dict[compat.GroupSpec, PageLayout] = {}
 
     def get_manager(self) -> OffloadingManager:
         stack = create_stack(self.settings.stores, write_back=self.settings.write_back)
@@ -110,55 +109,24 @@ class KVCompressSpec(OffloadingSpec):
         )
 
     def find_layouts(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Find each group's element order. Raises ValueError where there is none."""
-        self.layouts = [
-            None
-            if group.packed
-            else find_layout(
-                group,
-                compat.attention_layer(self.vllm_config, group.layer_names[0]),
-                kv_caches[group.layer_names[0]],
-                self.kv_cache_config.num_blocks,
-                self.vllm_config.cache_config.cache_dtype,
-            )
-            for group in self.groups
-        ]
+        """Find the element order of all pages. Raises ValueError where there is none."""
+        for part in (part for parts in self.groups for part in parts if not part.packed):
+            layer = compat.attention_layer(self.vllm_config, part.layer_names[0])
+            cache = kv_caches[part.layer_names[0]]
+            self._layouts[part] = find_layout(part, layer, cache, self.kv_cache_config.num_blocks)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> ChunkWorker:
-        groups: list[CacheGroup] = []
-        samples = []
-        for spec, layout, refs in zip(
-            self.groups, self.layouts, kv_caches.group_data_refs, strict=True
-        ):
-            if len(refs) != len(spec.layer_names):
-                raise ValueError(
-                    "KVCompressConnector needs each layer's pages apart; this KV cache layout "
-                    f"packs {len(spec.layer_names)} layers in {len(refs)} regions"
-                )
-            pages = [kv_caches.tensors[ref.tensor_idx].tensor[:, : spec.page_bytes] for ref in refs]
-            group: CacheGroup
-            if layout is None:
-                layer = compat.attention_layer(self.vllm_config, spec.layer_names[0])
-                exact_codec = create_codec("cachegen", level="lossless")
-                group = PackedGroup(spec.group_id, layer.impl.group, pages, exact_codec)
-            else:
-                group = PlainGroup(spec.group_id, layout, pages)
-            groups.append(group)
-            chunk_bytes = group.block_bytes * self.blocks_per_chunk
-            if chunk_bytes > self.settings.staging_bytes:
-                raise ValueError(
-                    f"kv_connector_extra_config: staging_bytes is {self.settings.staging_bytes}, "
-                    f"and one chunk takes {chunk_bytes}; nothing would ever be stored"
-                )
-            if len(self.codecs) > 1 and (layout is None or layout.dtype.itemsize == 1):
-                raise ValueError(
-                    f"kv_connector_extra_config: levels is {list(self.settings.levels or ())}, and "
-                    "pages that are compressed in place are stored without further loss, whatever "
-                    "the level; give one level"
-                )
-            if layout is not None:
-                self._warm_up(layout)
-                samples.append(layout)
+        groups = [
+            self._cache_group(parts, [kv_caches.tensors[ref.tensor_idx].tensor for ref in refs])
+            for parts, refs in zip(self.groups, kv_caches.group_data_refs, strict=True)
+        ]
+        samples = list(self._layouts.values())
+        for layout in samples:
+            self._warm_up(layout)
+            if len(self.codecs) > 1 and layout.dtype.itemsize == 1:
+                self._refuse_levels()
+        if len(self.codecs) > 1 and any(part.packed for parts in self.groups for part in parts):
+            self._refuse_levels()
         settings = self.settings
         deadline = math.inf if settings.ttft_slo_ms is None else settings.ttft_slo_ms / 1000
         priors = [
@@ -179,16 +147,51 @@ class KVCompressSpec(OffloadingSpec):
 
     def worker_fingerprint(self) -> bytes:
         """What this worker's pages were written with."""
-        names = [name for group in self.groups for name in group.layer_names]
+        names = [name for parts in self.groups for part in parts for name in part.layer_names]
         return fingerprint.worker_fingerprint(
             (name, *compat.scales_of(compat.attention_layer(self.vllm_config, name)))
             for name in names
         )
 
+    def _cache_group(
+        self, parts: Sequence[compat.GroupSpec], pages: Sequence[torch.Tensor]
+    ) -> CacheGroup:
+        """A cache group of this worker from the pages ``[blocks, bytes]`` of each layer."""
+        layers = sum(len(part.layer_names) for part in parts)
+        if len(pages) != layers:
+            raise ValueError(
+                "KVCompressConnector needs each layer's pages apart; this KV cache layout "
+                f"packs {layers} layers in {len(pages)} regions"
+            )
+        groups: list[CacheGroup] = []
+        for part in parts:
+            own = [pages[place][:, : part.page_bytes] for place in part.places]
+            if part.packed:
+                layer = compat.attention_layer(self.vllm_config, part.layer_names[0])
+                exact_codec = create_codec("cachegen", level="lossless")
+                groups.append(PackedGroup(part.group_id, layer.impl.group, own, exact_codec))
+            else:
+                groups.append(PlainGroup(part.group_id, self._layouts[part], own))
+        group = groups[0] if len(groups) == 1 else MixedGroup(groups)
+        chunk_bytes = group.block_bytes * self.blocks_per_chunk
+        if chunk_bytes > self.settings.staging_bytes:
+            raise ValueError(
+                f"kv_connector_extra_config: staging_bytes is {self.settings.staging_bytes}, "
+                f"and one chunk takes {chunk_bytes}; nothing would ever be stored"
+            )
+        return group
+
+    def _refuse_levels(self) -> None:
+        raise ValueError(
+            f"kv_connector_extra_config: levels is {list(self.settings.levels or ())}, and "
+            "pages that are compressed in place are stored without further loss, whatever "
+            "the level; give one level"
+        )
+
     def _warm_up(self, layout: PageLayout) -> None:
         """Compile what this group's chunks need, so that no request waits for a compiler."""
         page_kernels.warm_up(layout.dtype.itemsize)
-        shape = (1, 2, layout.block_tokens, layout.kv_heads, layout.head_size)
+        shape = (1, layout.values, layout.block_tokens, layout.kv_heads, layout.head_size)
         bits = torch.randn(shape).to(layout.index.device, layout.dtype)
         for codec in self.codecs:
             codec.decode(codec.encode(bits), device=layout.index.device)
@@ -196,7 +199,7 @@ class KVCompressSpec(OffloadingSpec):
     def _measure(self, codec: Codec, layout: PageLayout) -> Prior:
         """What to expect of a level before it has been used, from a chunk of noise."""
         tokens = layout.block_tokens * self.blocks_per_chunk
-        shape = (1, 2, tokens, layout.kv_heads, layout.head_size)
+        shape = (1, layout.values, tokens, layout.kv_heads, layout.head_size)
         sample = torch.randn(shape).to(layout.index.device, layout.dtype)
         blob = codec.encode(sample)
         started = time.perf_counter()
@@ -221,7 +224,7 @@ def _log_setup(spec: KVCompressSpec, stack: StoreStack) -> None:
         " and ".join(
             str(tokens)
             for tokens in sorted(
-                {group.block_tokens * spec.blocks_per_chunk for group in spec.groups}
+                {parts[0].block_tokens * spec.blocks_per_chunk for parts in spec.groups}
             )
         ),
         spec.settings.threads,
