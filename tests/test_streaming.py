@@ -31,6 +31,7 @@ from vllm_kvcompress.streaming import (
     Prior,
     RecomputeSpeed,
     Speeds,
+    Stream,
     StreamChunk,
     choose,
 )
@@ -123,6 +124,23 @@ def test_a_deadline_that_the_low_level_keeps_with_a_little_to_spare_is_kept(dead
     outcome = simulate(trace, LEVELS, context, deadline)
     assert outcome.seconds <= deadline
     assert outcome.levels.count("high") > 1  # the time that was left
+
+
+def test_a_crowd_shares_the_link_and_would_share_the_model():
+    speeds = Speeds([Prior(1.0, 1e9)], threads=1)
+    speeds.recompute = 1000.0
+    speeds.link.fetched(1000, 0.0, 1.0)
+    chunks = [StreamChunk(tokens=100, raw_bytes=50, levels={0}) for _ in range(4)]
+    streams = []
+    for _ in range(8):
+        speeds.loads += 1
+        streams.append(Stream(speeds, chunks, math.inf, now=1.0))
+    # Alone 0.05 s a chunk against 0.1; of eight at once 0.4 s against 0.8.
+    assert [stream.choose(0, 1.0) for stream in streams] == [0] * 8
+    assert not any(stream.is_late(0, 1.7) for stream in streams)
+    assert all(stream.is_late(0, 1.9) for stream in streams)
+    speeds.loads = 1  # the others are done, and would have been in the way
+    assert not streams[0].is_late(1, 2.5)
 
 
 def test_a_link_that_was_too_slow_is_tried_again_later():

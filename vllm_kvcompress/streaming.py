@@ -203,6 +203,7 @@ class Stream:
         self._deadline = deadline
         self._started = now
         self._salvage = salvage
+        self._crowd = 1  # most loads at once in its time: all would have been recomputed
         self._tokens_before = [0, *accumulate(chunk.tokens for chunk in chunks)]
         self._bytes_before = [0, *accumulate(chunk.raw_bytes for chunk in chunks)]
         self._afar_before = [
@@ -282,5 +283,6 @@ class Stream:
         return raw_bytes / speed * max(1, self._speeds.loads) / self._speeds.threads
 
     def _recompute_seconds(self, place: int, end: int) -> float:
-        tokens = self._tokens_before[end] - self._tokens_before[place]
+        self._crowd = max(self._crowd, self._speeds.loads)
+        tokens = self._crowd * (self._tokens_before[end] - self._tokens_before[place])
         return tokens / self._speeds.recompute if self._speeds.recompute else math.inf
