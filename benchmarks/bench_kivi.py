@@ -1,4 +1,4 @@
-"""KIVI pages on the CPU against vLLM's own attention over exact bf16, in the same process.
+"""KIVI and FP8 pages on the CPU against vLLM's own attention over exact bf16, in one process.
 
 Shapes are SmolLM2-135M's: 9 heads, 3 KV heads, head size 64. Decode: one new token a sequence, over
 a context that is packed but for its last two blocks.
@@ -17,7 +17,9 @@ import torch
 from timing import best_time
 from vllm import _custom_ops as ops
 
+from vllm_kvcompress.kernels import fp8
 from vllm_kvcompress.kernels.attention import Attention
+from vllm_kvcompress.kernels.fp8.format import PageFormat as Fp8Format
 from vllm_kvcompress.kernels.kivi import cpu
 from vllm_kvcompress.kernels.kivi.format import PageFormat
 
@@ -79,6 +81,23 @@ def our_call(fmt: PageFormat, batch: int, new: int, length: int) -> Callable[[],
     )  # fmt: skip
 
 
+def fp8_call(batch: int, new: int, length: int) -> Callable[[], None]:
+    fmt, kernels = Fp8Format(BLOCK, SIZE), fp8.implementation(torch.device("cpu"))
+    blocks = -(-length // BLOCK)
+    cache = torch.zeros(batch * blocks + 1, KV_HEADS, BLOCK, 2 * SIZE, dtype=torch.uint8)
+    scales = torch.full((2, KV_HEADS), 0.01)
+    kv = torch.randn(2, batch * blocks * BLOCK, KV_HEADS, SIZE).to(BF16)
+    kernels.store(fmt, *kv, cache, torch.arange(kv.shape[1]), *scales)
+    table = torch.arange(batch * blocks, dtype=torch.int32).view(batch, blocks)
+    query = torch.randn(batch * new, HEADS, SIZE).to(BF16)
+    out = torch.empty_like(query)
+    starts = torch.arange(batch + 1, dtype=torch.int32) * new
+    lengths, attention = counts(*[length] * batch), Attention(SCALE)
+    return lambda: kernels.attend(
+        fmt, attention, query, cache, *scales, table, starts, lengths, out, new, length
+    )
+
+
 def attention(context: int, prompt: int, chunk: int, repeats: int) -> list[dict]:
     shapes = [("decode", batch, 1, context) for batch in (1, 4, 8)]
     shapes += [("prefill", 1, prompt, prompt), ("last chunk", 1, chunk, prompt)]
@@ -88,6 +107,7 @@ def attention(context: int, prompt: int, chunk: int, repeats: int) -> list[dict]
         # Alternately, so that both meet the machine in the same state.
         calls = {"vllm bf16": vllm_call(batch, new, length)}
         calls |= {name: our_call(fmt, batch, new, length) for name, fmt in PRESETS.items()}
+        calls["fp8"] = fp8_call(batch, new, length)
         best = dict.fromkeys(calls, float("inf"))
         for call in calls.values():
             call()

@@ -177,6 +177,22 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_gemma3(tmp_path_factory.mktemp("gemma3"))
 
 
+@pytest.fixture
+def remember_hashes(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[Any]]:
+    """Note each request's block hashes by its prompt."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    seen = {}
+    add = Scheduler.add_request
+
+    def add_request(self, request):
+        seen[tuple(request.prompt_token_ids)] = request.block_hashes
+        return add(self, request)
+
+    monkeypatch.setattr(Scheduler, "add_request", add_request)
+    return seen
+
+
 def prompt(length: int, seed: int = 1) -> list[int]:
     """A prompt of random tokens."""
     import random

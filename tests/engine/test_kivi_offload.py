@@ -40,22 +40,6 @@ def blocks_of(engine, tokens):
     return found
 
 
-@pytest.fixture
-def remember_hashes(monkeypatch):
-    """Note each request's block hashes by its prompt."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    seen = {}
-    add = Scheduler.add_request
-
-    def add_request(self, request):
-        seen[tuple(request.prompt_token_ids)] = request.block_hashes
-        return add(self, request)
-
-    monkeypatch.setattr(Scheduler, "add_request", add_request)
-    return seen
-
-
 @pytest.mark.parametrize(
     ("residual", "exact"),
     [(8, [False] * 8), (137, [False] * 4 + [True] * 4), (512, [True] * 8)],
