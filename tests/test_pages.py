@@ -4,12 +4,15 @@ import pytest
 import torch
 
 from tests.test_container_fuzz import make_mutant
-from vllm_kvcompress.codecs import BlobError, create_codec, pages
+from vllm_kvcompress.codecs import BlobError, container, create_codec, pages
 from vllm_kvcompress.codecs.container import MalformedBlob
 from vllm_kvcompress.codecs.pages import Pages
+from vllm_kvcompress.kernels.kivi import reference
+from vllm_kvcompress.kernels.kivi.format import PageFormat
 
 CPU = torch.device("cpu")
 EXACT = create_codec("cachegen", level="lossless")
+CUTS = [(12, 1), (8, 2), (12, 4)]  # of pages of 96 bytes: three rows
 
 
 def some_pages(exact, layers=2, page_bytes=96, tokens=16, dtype=torch.bfloat16):
@@ -38,9 +41,37 @@ FORMS = [[False], [True], [False, False], [True, False, True], [False, True]]
 @pytest.mark.parametrize("exact", FORMS, ids=str)
 def test_pages_and_exact_tokens_come_back_bit_for_bit(exact, dtype):
     content = some_pages(exact, dtype=dtype)
-    fingerprint, back = pages.decode(pages.encode(content, EXACT, b"key"), EXACT, CPU)
+    fingerprint, back = pages.decode(pages.encode(content, CUTS, EXACT, b"key"), EXACT, CPU)
     assert fingerprint == b"key"
     assert_same(content, back)
+
+
+def test_pages_that_are_not_made_of_the_cuts_are_refused():
+    for cuts in ([], [(36, 1)], [(30, 4), (2, 1)]):
+        with pytest.raises(ValueError, match="cuts"):
+            pages.encode(some_pages([False]), cuts, EXACT, b"key")
+
+
+def test_real_pages_of_a_format_take_fewer_bytes_than_they_have():
+    fmt = PageFormat(64, 64, torch.bfloat16, boosted=16, sinks=1, rotated=True)
+    index = torch.arange(8, dtype=torch.int32)
+    keys, values = torch.randn(2, 8, 64, 3, 64).to(torch.bfloat16)
+    cache = torch.zeros(8, 3, 64, fmt.token_bytes, dtype=torch.uint8)
+    reference.pack(fmt, keys, values, index, cache, index, torch.full_like(index, 64), index == 0)
+    content = Pages((False,) * 8, cache.flatten(1)[None], None)
+    blob = pages.encode(content, fmt.cuts, EXACT, b"key")
+    assert len(blob) < 0.95 * cache.numel()
+    assert_same(pages.decode(blob, EXACT, CPU)[1], content)
+
+
+def test_a_frame_that_announces_another_size_is_refused_before_anything_is_allocated():
+    import zstandard
+
+    blob = pages.encode(some_pages([False]), [(96, 1)], EXACT, b"key")
+    header, sections = container.unpack(blob, codec="pages", codec_version=pages.VERSION)
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 28))
+    with pytest.raises(MalformedBlob, match="a frame of 268435456 bytes for 192"):
+        pages.decode(container.pack(header, [*sections[:3], bomb]), EXACT, CPU)
 
 
 def test_the_place_of_a_block_counts_blocks_of_its_form():
@@ -49,7 +80,9 @@ def test_the_place_of_a_block_counts_blocks_of_its_form():
 
 
 def test_damaged_blobs_are_an_error_or_pages_of_the_announced_shape():
-    blobs = [pages.encode(some_pages(exact), EXACT, b"key") for exact in FORMS for _ in range(3)]
+    blobs = [
+        pages.encode(some_pages(exact), CUTS, EXACT, b"key") for exact in FORMS for _ in range(3)
+    ]
     decoded = 0
     for number in range(3000):
         _, mutant, resealed = make_mutant(number, [(None, blobs)])
@@ -69,7 +102,7 @@ def test_forms_that_contradict_the_sections_are_malformed():
     content = some_pages([True, False])
     lost = Pages(content.exact, content.packed_pages, None)
     with pytest.raises(MalformedBlob, match="do not agree"):
-        pages.decode(pages.encode(lost, EXACT, b""), EXACT, CPU)
+        pages.decode(pages.encode(lost, CUTS, EXACT, b""), EXACT, CPU)
     short = Pages(content.exact, content.packed_pages[:, :0], content.exact_tokens)
-    with pytest.raises(MalformedBlob, match="packed pages"):
-        pages.decode(pages.encode(short, EXACT, b""), EXACT, CPU)
+    with pytest.raises(MalformedBlob, match="do not agree"):
+        pages.decode(pages.encode(short, CUTS, EXACT, b""), EXACT, CPU)

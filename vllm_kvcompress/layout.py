@@ -63,7 +63,7 @@ class PageLayout:
         )
 
     def to_kv(self, pages: torch.Tensor) -> torch.Tensor:
-        """KV ``[layers, K and V, tokens, heads, channels]`` of pages ``[layers, blocks, bytes]``."""
+        """``[layers, K and V, tokens, heads, channels]`` of pages ``[layers, blocks, bytes]``."""
         out = gather_pages(pages.view(self.dtype), self.index)
         return out.view(self.layers, self.values, -1, self.kv_heads, self.head_size)
 

@@ -206,6 +206,18 @@ class PageFormat:
         return found
 
     @cached_property
+    def cuts(self) -> tuple[tuple[int, int], ...]:
+        """Bytes of each section that is there, and of the items whose bytes are alike; then of the
+        zeros at the end."""
+        found = [
+            (length, 1 if name.endswith(("codes", "extra", "boosted")) else self.dtype.itemsize)
+            for name, (_, length) in self.sections.items()
+            if length
+        ]
+        rest = self.page_bytes - sum(length for length, _ in found)
+        return (*found, (rest, 1)) if rest else tuple(found)
+
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes of a page, a token: what vLLM takes as ``state_content_bytes``.
 

@@ -91,9 +91,7 @@ def prefill_rows(page: Page, queries: int, capability: int) -> int:
     # More would spill registers. Before Hopper operands all pass through them; on AMD fewer rows
     # take fewer threads, and more registers of each.
     large = page.channels * page.group > 4096
-    if (capability and large and page.rotated) or (
-        0 < capability < 90 and (large or page.rotated)
-    ):
+    if (capability and large and page.rotated) or (0 < capability < 90 and (large or page.rotated)):
         most = min(most, 32)
     return min(most, max(16, triton.next_power_of_2(queries)))
 

@@ -207,7 +207,7 @@ def copy_pages(pages_of_layers: list[torch.Tensor], block_ids: list[int]) -> tor
 
 @dataclass
 class PackedGroup(CacheGroup):
-    """KIVI pages, stored bit for bit, and blocks that are still exact, stored exactly."""
+    """KIVI pages, whose bytes are entropy-coded, and blocks that are still exact: without loss."""
 
     group_id: int
     pooled: PooledGroup
@@ -252,7 +252,8 @@ class PackedGroup(CacheGroup):
         assert isinstance(snapshot, PackedSnapshot)
         content = snapshot.content
         snapshot.wait(content.packed_pages, content.exact_tokens)
-        return pages.encode(content, self.exact_codec, key)
+        cuts = self.pooled.layers[0].impl.fmt.cuts
+        return pages.encode(content, cuts, self.exact_codec, key)
 
     def decode(self, blob: BytesLike, codec: Codec, key: bytes) -> PackedContent:
         fingerprint, content = pages.decode(blob, self.exact_codec, self.device)
