@@ -348,7 +348,15 @@ class MixedGroup(CacheGroup):
             part.encode(content, codec, key)
             for part, content in zip(self.parts, snapshot.parts, strict=True)
         ]
-        return container.pack(self._header(snapshot.blocks, key), blobs)
+        header = Header(
+            codec="parts",
+            level="",
+            dtype=torch.uint8,
+            shape=(1, 1, 1, 1, snapshot.nbytes),
+            fingerprint=key,
+            codec_version=1,
+        )
+        return container.pack(header, blobs)
 
     def decode(self, blob: BytesLike, codec: Codec, key: bytes) -> MixedContent:
         header, blobs = container.unpack(blob, codec="parts", codec_version=1)
@@ -362,16 +370,6 @@ class MixedGroup(CacheGroup):
         if any(part.blocks != content.blocks for part in content.parts):
             raise ForeignBlob("a blob whose parts have different blocks")
         return content
-
-    def _header(self, blocks: int, key: bytes) -> Header:
-        return Header(
-            codec="parts",
-            level="",
-            dtype=torch.uint8,
-            shape=(len(self.parts), 1, blocks, 1, 1),
-            fingerprint=key,
-            codec_version=1,
-        )
 
     def prepare_load(self, block_ids: list[int]) -> None:
         for part in self.parts:
