@@ -1,13 +1,16 @@
 """FP8 scales per KV head for backends of vLLM that have one scale a layer.
 
-Attention is separate per head. So K and V are divided by their head's scale before the backend
-writes them, the query is multiplied by K's and the output by V's, and the backend works at scale 1:
-the same numbers as with scales per head, but for the rounding of the query.
+Attention is separate per head. So K and V are brought to one scale before the backend writes them,
+and the query and the output are multiplied by what their head's scale is more or less than that:
+the same numbers as with scales per head, but for the rounding of the query. The one scale is a
+power of two no less than any head's: multiplying by it rounds nothing, and a query that the backend
+itself quantises is never larger than it was.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -17,39 +20,47 @@ from vllm_kvcompress.config import FP8_DTYPES
 from vllm_kvcompress.kernels.fp8.reference import quantise
 
 
-class UnitScales:
-    """A layer as its backend is to see it: with every scale 1, and otherwise itself.
+class OneScale:
+    """A layer as its backend is to see it: with one scale of K and one of V, otherwise itself.
 
     The layer's own scales are never changed: others read them at any time.
     """
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
-        one = torch.ones((), dtype=torch.float32, device=layer._k_scale.device)
-        self._q_scale = self._k_scale = self._v_scale = self._prob_scale = one
-        self._q_scale_float = self._k_scale_float = self._v_scale_float = 1.0
-        self._k_scale_cpu = self._v_scale_cpu = torch.ones((), dtype=torch.float32)
+        # The host's copy of a scale per head is the greatest.
+        self._k_scale_float = _power_above(layer._k_scale_float)
+        self._v_scale_float = _power_above(layer._v_scale_float)
+        self._k_scale_cpu = torch.tensor(self._k_scale_float)
+        self._v_scale_cpu = torch.tensor(self._v_scale_float)
+        self._k_scale = self._k_scale_cpu.to(layer._k_scale.device)
+        self._v_scale = self._v_scale_cpu.to(layer._v_scale.device)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
+
+
+def _power_above(scale: float) -> float:
+    return 2.0 ** math.ceil(math.log2(scale)) if 0 < scale < math.inf else 1.0
 
 
 def _per_head(layer: Any) -> bool:
     return layer._k_scale.numel() > 1 or layer._v_scale.numel() > 1
 
 
-def _times(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """``[tokens, heads, size]`` times the scale of each head's KV head, in the dtype of x."""
-    grouped = x.view(len(x), scale.numel(), -1)
-    return (grouped.float() * scale.view(-1, 1)).to(x.dtype).view(x.shape)
+def _times(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """``[tokens, heads, size]`` times the factor of each head's KV head, in the dtype of x."""
+    grouped = x.view(len(x), factors.numel(), -1)
+    return (grouped.float() * factors.view(-1, 1)).to(x.dtype).view(x.shape)
 
 
-def _codes(x: torch.Tensor, scale: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
-    """K or V divided by its heads' scales and rounded to FP8, as numbers of its own dtype.
+def _rounded(x: torch.Tensor, scale: torch.Tensor, one: float, kv_cache_dtype: str) -> torch.Tensor:
+    """K or V rounded to FP8 at its heads' scales, as numbers of its own dtype at the one scale.
 
-    What the backend makes of them at scale 1 then does not depend on how it rounds.
+    What the backend makes of them then does not depend on how it rounds.
     """
-    return quantise(x, scale.view(-1, 1), FP8_DTYPES[kv_cache_dtype]).to(x.dtype)
+    codes = quantise(x, scale.view(-1, 1), FP8_DTYPES[kv_cache_dtype])
+    return (codes.float() * one).to(x.dtype)
 
 
 class _FoldedImpl(AttentionImpl):
@@ -59,12 +70,21 @@ class _FoldedImpl(AttentionImpl):
         super().__init__(*args, **options)
         # The query would arrive quantised, without K's scale in it.
         self.supports_quant_query_input = False
-        self._unit_scales: UnitScales | None = None
+        self._one_scale: OneScale | None = None
 
-    def _unscaled(self, layer: Any) -> UnitScales:
-        if self._unit_scales is None or self._unit_scales._layer is not layer:
-            self._unit_scales = UnitScales(layer)
-        return self._unit_scales
+    def _seen(self, layer: Any) -> OneScale:
+        if self._one_scale is None or self._one_scale._layer is not layer:
+            self._one_scale = OneScale(layer)
+        return self._one_scale
+
+    def _brought(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        seen, dtype = self._seen(layer), self.kv_cache_dtype
+        return (
+            _rounded(key, layer._k_scale, seen._k_scale_float, dtype),
+            _rounded(value, layer._v_scale, seen._v_scale_float, dtype),
+        )
 
     def do_kv_cache_update(
         self,
@@ -76,10 +96,8 @@ class _FoldedImpl(AttentionImpl):
     ) -> None:
         if not _per_head(layer):
             return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        key = _codes(key, layer._k_scale, self.kv_cache_dtype)
-        value = _codes(value, layer._v_scale, self.kv_cache_dtype)
-        unscaled = self._unscaled(layer)
-        return super().do_kv_cache_update(unscaled, key, value, kv_cache, slot_mapping)
+        key, value = self._brought(layer, key, value)
+        return super().do_kv_cache_update(self._seen(layer), key, value, kv_cache, slot_mapping)
 
     def forward(
         self,
@@ -100,12 +118,12 @@ class _FoldedImpl(AttentionImpl):
             )  # fmt: skip
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("scales per head have no fused output quantization")
+        seen = self._seen(layer)
         if key is not None:
-            key = _codes(key, layer._k_scale, self.kv_cache_dtype)
-            value = _codes(value, layer._v_scale, self.kv_cache_dtype)
-        query = _times(query, layer._k_scale)
-        super().forward(self._unscaled(layer), query, key, value, kv_cache, attn_metadata, output)
-        return output.copy_(_times(output, layer._v_scale))
+            key, value = self._brought(layer, key, value)
+        query = _times(query, layer._k_scale / seen._k_scale_float)
+        super().forward(seen, query, key, value, kv_cache, attn_metadata, output)
+        return output.copy_(_times(output, layer._v_scale / seen._v_scale_float))
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvcompress import __version__
+from vllm_kvcompress import __version__, compat
 from vllm_kvcompress.config import KiviSettings
 
 if TYPE_CHECKING:
@@ -92,23 +92,12 @@ def _model_identity(name: str, revision: str | None, vllm_config: VllmConfig) ->
     path = Path(name)
     if path.is_file():
         return [_sampled_digest(path)]
-    folder = path if path.is_dir() else _snapshot_folder(name, revision)
+    folder = compat.checkpoint_folder(vllm_config)
     files = [] if folder is None else sorted(file for file in folder.iterdir() if file.is_file())
     weights = [file for file in files if file.suffix in (".safetensors", ".bin", ".pt", ".gguf")]
     if not weights:
         return [name, revision]
     return [[file.name, _sampled_digest(file)] for file in weights]
-
-
-def _snapshot_folder(name: str, revision: str | None) -> Path | None:
-    """The folder of a hub model that is in the local cache, or None."""
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        config = try_to_load_from_cache(name, "config.json", revision=revision)
-    except ValueError:  # not the name of a repository
-        return None
-    return Path(config).parent if isinstance(config, str) else None
 
 
 def _sampled_digest(path: Path) -> str:
