@@ -13,10 +13,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from timing import best_time
 from vllm import _custom_ops as ops
 
+from vllm_kvcompress.attention.residual import ResidualPool, StepInput, new_lives
 from vllm_kvcompress.kernels import fp8
 from vllm_kvcompress.kernels.attention import Attention
 from vllm_kvcompress.kernels.fp8.format import PageFormat as Fp8Format
@@ -149,6 +151,32 @@ def coding(repeats: int) -> list[dict]:
     return rows
 
 
+def planning(context: int, repeats: int) -> list[dict]:
+    """What a step of eight decodes costs beside its kernels, once a step for all layers."""
+    rows = []
+    batch, blocks = 8, -(-context // BLOCK)
+    for cached in (1_000, 100_000):
+        pool = ResidualPool(2048, batch * blocks + cached, BLOCK, 128)
+        for block in range(batch * blocks, batch * blocks + cached):
+            pool.adopt(block, False)  # of requests that have ended
+        table = np.arange(batch * blocks, dtype=np.int32).reshape(batch, blocks)
+        starts = np.arange(batch + 1, dtype=np.int32)
+        lengths = np.full(batch, context - BLOCK, np.int32)
+
+        def step(pool=pool, table=table, starts=starts, lengths=lengths):
+            lengths += 1
+            slots = table[np.arange(batch), (lengths - 1) // BLOCK].astype(np.int64) * BLOCK
+            slots += (lengths - 1) % BLOCK
+            pool.finish_step()
+            for block in new_lives(slots, BLOCK):
+                pool.drop(block)
+            pool.plan(StepInput(table, starts, lengths, slots))
+
+        best = best_time(step, min(repeats, BLOCK - 1))
+        rows.append({"what": "plan", "cached_blocks": cached, "microseconds": best * 1e6})
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--context", type=int, default=8192)
@@ -160,10 +188,16 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(arguments.threads)
+    plans = planning(arguments.context, 4 * arguments.repeats)
     codes = coding(arguments.repeats)
     rows = attention(arguments.context, arguments.prompt, arguments.chunk, arguments.repeats)
     if arguments.json:
-        arguments.json.write_text(json.dumps(codes + rows, indent=1))
+        arguments.json.write_text(json.dumps(plans + codes + rows, indent=1))
+    for row in plans:
+        print(
+            f"plan of a step, {row['cached_blocks']:>7} blocks cached: {row['microseconds']:.0f} us"
+            f"  {plans[0]['microseconds'] / row['microseconds']:.2f}x"
+        )
     for row in codes:
         print(
             f"{row['name']:26} {row['bits']:.2f} bits a value"
