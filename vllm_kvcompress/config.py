@@ -37,6 +37,8 @@ class OffloadSettings:
     """Several levels at which every chunk is stored, the best first; None: only ``level``."""
     ttft_slo_ms: float | None = None
     """Deadline for the loading of a prompt, in milliseconds."""
+    profile: str | None = None
+    """Directory that ``vllm-kvcompress calibrate`` wrote, for the codec; None: no profile."""
     stores: tuple[Mapping[str, Any], ...] = DEFAULT_STORES
     """The stack of stores, the fastest first."""
     write_back: bool = False
@@ -61,11 +63,14 @@ class OffloadSettings:
         """The codec of every level, the best first. Raises ValueError for what is not known."""
         from vllm_kvcompress.codecs import codec_names, create_codec  # they import torch
 
+        named = {} if self.profile is None else {"profile": self.profile}
         if self.levels is None:
-            named = {} if self.level is None else {"level": self.level}
+            named |= {} if self.level is None else {"level": self.level}
             return [create_codec(self.codec, **named)]
         return [
-            create_codec(level) if level in codec_names() else create_codec(self.codec, level=level)
+            create_codec(level)
+            if level in codec_names()
+            else create_codec(self.codec, level=level, **named)
             for level in self.levels
         ]
 
@@ -88,9 +93,9 @@ class OffloadSettings:
         for name in (*PASSED_TO_VLLM, "write_back"):
             if not isinstance(extra_config.get(name, False), bool):
                 raise _error(name, extra_config[name], "true or false")
-        optional = {"level", "levels", "ttft_slo_ms", "chunk_tokens"}
+        optional = {"level", "levels", "ttft_slo_ms", "profile", "chunk_tokens"}
         values = {k: v for k, v in values.items() if v is not None or k not in optional}
-        for name in ("codec", "level"):
+        for name in ("codec", "level", "profile"):
             if not isinstance(values.get(name, ""), str):
                 raise _error(name, values[name], "a string")
         for name in ("chunk_tokens", "threads"):

@@ -109,6 +109,22 @@ The parameter plane holds base for RAW channels and for CONSTANT ones of LOSSLES
 means nothing; base is the smallest of the others, or zero. CONSTANT channels of LOSSLESS hold +0.
 With rotary means every channel has a parameter, and no channel is CONSTANT unless its codes are.
 
+Profile. A chunk that was transformed with a calibrated profile, which the container's header names,
+has as its first section the position p0 of its first token, u32 below 2^31, and as its stripes the
+coefficients of K, group by group of G layers, then those of V, in float32, with the profile's step
+and rank. With the profile's scale s, turns w, mean m and basis B of a layer or group:
+
+    n[t, c] = rint(x * (2^10 / s)), at most 2^17 in size; else coded without profile            f32
+    u = n turned back, as rotary means are, by position p0 + t, or 2^12 * n where w is zero or for V
+    z = B (u - m), over the channels of all layers of a group;  coefficient = float32(z * 2^-33)
+
+    q = rint(coefficient * 2^12), zero where it is not finite, limited to +-2^20
+    v = transpose(B) q + 2 m, turned to its position or times 2^12
+    x' = float32(v * 2^-35) * s, limited to the dtype's finite range                             f32
+
+p0 is found by the encoder, and any value decodes: the position below the profile's longest
+sequence at which the turned mean of K is the most like its mean over the chunk.
+
 The table of a channel is the cheapest by ``costs`` summed over its symbols (integers; the first of
 equals); RAW_CHANNEL when that and the planes exceed the values as they are; CONSTANT wherever it
 can be. A value whose symbol has no frequency in the channel's table escapes. A section that would
@@ -236,7 +252,8 @@ _UNIFORM = {
     "medium": (_uniform(0.560, 0.10, True), _uniform(0.508, 0.05, False)),
     "low": (_uniform(0.800, 0.10, True), _uniform(0.850, 0.05, False)),
 }
-LEVELS = ("lossless", "high", "medium", "low", "paper")
+UNIFORM_LEVELS = tuple(_UNIFORM)
+LEVELS = ("lossless", *UNIFORM_LEVELS, "paper")
 
 
 def quantiser(level: str, layers: int, layer: int, value: int) -> Quantiser:
@@ -514,6 +531,19 @@ def unpack_turns(section: memoryview, head_size: int) -> np.ndarray | None:
     if head_size % 2 or len(section) != 2 * head_size:
         raise SectionError(f"{len(section)} bytes of rotary frequencies for heads of {head_size}")
     return np.frombuffer(section, "<u4").astype(np.uint32)
+
+
+def pack_start(start: int) -> bytes:
+    """The first section of a chunk that was transformed with a profile."""
+    return start.to_bytes(4, "little")
+
+
+def unpack_start(section: memoryview) -> int:
+    """The position of the chunk's first token. Raises SectionError for a wrong length or value."""
+    start = int.from_bytes(section, "little")
+    if len(section) != 4 or start >= 1 << 31:
+        raise SectionError("the start of a transformed chunk is out of range")
+    return start
 
 
 def raw_section_bytes(tokens: int, channels: int, itemsize: int) -> int:

@@ -40,6 +40,7 @@ OFFLOAD: dict[str, tuple[Callable[[str], Any] | None, str]] = {
     "level": (str, "of cachegen: lossless, high, medium, low or paper"),
     "levels": (names, "levels at which every chunk is stored, such as high,low"),
     "ttft_slo_ms": (number, "deadline for the loading of a prompt, in milliseconds"),
+    "profile": (str, "directory that `vllm-kvcompress calibrate` wrote, for cachegen"),
     "write_back": (None, "a store gets a blob only when the one above evicts it"),
     "chunk_tokens": (int, "tokens of one blob"),
     "threads": (int, "threads for encoding, and as many for decoding, in each worker"),

@@ -7,13 +7,23 @@ mean stands in ``vllm_kvcompress.kernels.cachegen.format``; they travel in the c
 
 from __future__ import annotations
 
+import os
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from vllm_kvcompress.codecs import container
 from vllm_kvcompress.codecs.base import Codec, output_tensor
-from vllm_kvcompress.codecs.container import BytesLike, Header, MalformedBlob
+from vllm_kvcompress.codecs.container import (
+    NO_PROFILE,
+    BytesLike,
+    Header,
+    MalformedBlob,
+    WrongProfile,
+)
+from vllm_kvcompress.codecs.profile import LEVELS as PROFILE_LEVELS
+from vllm_kvcompress.codecs.profile import Profile, load_profile
 from vllm_kvcompress.kernels.cachegen import format as fmt
 from vllm_kvcompress.kernels.cachegen import implementation
 from vllm_kvcompress.kernels.cachegen.rotary import estimate_turns
@@ -28,21 +38,26 @@ class CacheGenCodec(Codec):
     level: ``lossless``; ``high``, ``medium`` or ``low``, uniform quantisation with one step per
     layer and K or V; or ``paper``, the layer-wise bins of CacheGen. The lossy levels give back
     values that are not finite exactly, and finite ones as finite.
-    profile: None; calibrated profiles are not read by this version.
+    profile: a directory that `vllm-kvcompress calibrate` wrote, a ``Profile``, or None. With it,
+        ``high``, ``medium`` and ``low`` code the chunks of that model in fewer bits; chunks of
+        another shape are refused with ValueError.
 
-    Raises ValueError, naming the choices, for an unknown level.
+    Raises ValueError, naming the choices, for an unknown level or a directory without a profile.
     """
 
     name = "cachegen"
 
-    def __init__(self, level: str = "high", profile: None = None):
+    def __init__(
+        self, level: str = "high", profile: str | os.PathLike[str] | Profile | None = None
+    ):
         if level not in fmt.LEVELS:
             raise ValueError(
                 f"codec 'cachegen' has no level {level!r}; choose from {', '.join(fmt.LEVELS)}"
             )
-        if profile is not None:
-            raise ValueError(f"codec 'cachegen' takes no profile {profile!r}; the choice is None")
         self.level = level
+        if profile is not None and not isinstance(profile, Profile):
+            profile = load_profile(profile)
+        self.profile = profile
 
     def encode(self, kv: torch.Tensor, fingerprint: bytes = b"") -> bytes:
         self.check_input(kv)
@@ -55,36 +70,76 @@ class CacheGenCodec(Codec):
                 f"kv has shape {list(kv.shape)}; cachegen takes at most {fmt.MAX_TOKENS} tokens "
                 f"and kv_heads * head_size up to {fmt.MAX_CHANNELS}"
             )
+        if self.profile is not None:
+            self.profile.check_shape(kv.shape)
         level = "lossless" if kv.element_size() == 1 else self.level
-        quantisers = [
-            fmt.quantiser(level, layers, layer, value)
-            for layer in range(layers)
-            for value in range(values)
-        ]
         chosen, kernels = implementation(kv.device)
         source = kv.detach()
         if chosen != "triton":
             source = source.cpu()
-        stripes = source.contiguous().view(layers * values, tokens, heads * head_size)
-        turns = estimate_turns(source[:, 0]) if any(q.rotary for q in quantisers) else None
+        source = source.contiguous()
+        stripes = source.view(layers * values, tokens, heads * head_size)
         sinks, rows = [], b""
-        if any(q.mode == fmt.UNIFORM for q in quantisers):
+        if level in fmt.UNIFORM_LEVELS:
             sinks = find_sinks(source)
         if sinks:
             rows = stripes[:, sinks].cpu().view(torch.uint8).numpy().tobytes()
             stripes = cover(stripes, sinks)
+        digest, coded = NO_PROFILE, None
+        if self.profile is not None and level in PROFILE_LEVELS:
+            coded = self._encode_transformed(kernels, stripes.view(source.shape))
+        if coded is not None:
+            digest = self.profile.digest
+        else:
+            quantisers = [
+                fmt.quantiser(level, layers, layer, value)
+                for layer in range(layers)
+                for value in range(values)
+            ]
+            turns = estimate_turns(source[:, 0]) if any(q.rotary for q in quantisers) else None
+            coded = [fmt.pack_turns(turns), *kernels.encode(stripes, quantisers, turns)]
         header = Header(
             codec=self.name,
             level=self.level,
             dtype=kv.dtype,
             shape=tuple(kv.shape),
             fingerprint=fingerprint,
+            profile_digest=digest,
             codec_version=fmt.CODEC_VERSION,
         )
-        sections = kernels.encode(stripes, quantisers, turns)
-        return container.pack(
-            header, [fmt.pack_turns(turns), fmt.pack_sinks(sinks, rows), *sections]
-        )
+        first, *sections = coded
+        return container.pack(header, [first, fmt.pack_sinks(sinks, rows), *sections])
+
+    def _encode_transformed(
+        self, kernels: ModuleType, kv: torch.Tensor
+    ) -> list[bytes | memoryview] | None:
+        """The first section and those of the coefficients; None where values are out of range."""
+        transform, level = self.profile.transform, self.profile.levels[self.level]
+        try:
+            start = transform.find_start(kv[:, 0])
+            coefficients = transform.forward(kv, start, level.ranks)
+        except OverflowError:
+            return None
+        sections: list[bytes | memoryview] = [fmt.pack_start(start)]
+        for stripes, quantiser in zip(coefficients, level.quantisers, strict=True):
+            sections += kernels.encode(stripes.contiguous(), [quantiser] * len(stripes))
+        return sections
+
+    def _decode_transformed(
+        self, kernels: ModuleType, header: Header, sections: list[memoryview], out: torch.Tensor
+    ) -> None:
+        """Decode ``out`` ``[L, 2, T, H, D]``, but for its sinks. Raises SectionError."""
+        transform, level = self.profile.transform, self.profile.levels[header.level]
+        start = fmt.unpack_start(sections[0])
+        groups = transform.layers // transform.group_layers
+        coefficients = []
+        for value, rank in enumerate(level.ranks):
+            shape = (groups, header.shape[2], rank)
+            stripes = torch.empty(shape, dtype=torch.float32, device=out.device)
+            at = 2 + value * groups
+            kernels.decode(sections[at : at + groups], stripes)
+            coefficients.append(stripes)
+        transform.inverse(coefficients, start, out)
 
     def decode(
         self,
@@ -93,6 +148,8 @@ class CacheGenCodec(Codec):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         header, sections = self._unpack(blob)
+        if header.profile_digest != NO_PROFILE:
+            self._check_profile(header, sections)
         layers, values, tokens, heads, head_size = header.shape
         kv = output_tensor(header, device, out)
         chosen, kernels = implementation(kv.device)
@@ -103,12 +160,14 @@ class CacheGenCodec(Codec):
             target = torch.empty(header.shape, dtype=header.dtype, device=place)
         stripes = target.view(layers * values, tokens, heads * head_size)
         try:
-            turns = fmt.unpack_turns(sections[0], head_size)
             row_bytes = stripes.shape[0] * stripes.shape[2] * stripes.element_size()
             sinks, rows = fmt.unpack_sinks(sections[1], tokens, row_bytes)
             if sinks and kv.element_size() == 1:
                 raise fmt.SectionError("tokens are kept exactly beside a lossless coding")
-            kernels.decode(sections[2:], stripes, turns)
+            if header.profile_digest == NO_PROFILE:
+                kernels.decode(sections[2:], stripes, fmt.unpack_turns(sections[0], head_size))
+            else:
+                self._decode_transformed(kernels, header, sections, target)
         except fmt.SectionError as error:
             raise MalformedBlob(str(error)) from error
         if sinks:
@@ -123,7 +182,8 @@ class CacheGenCodec(Codec):
         return description
 
     def cache_key(self) -> bytes:
-        return f"{self.name}/{fmt.CODEC_VERSION}/{self.level}".encode()
+        profile = "" if self.profile is None else f"/{self.profile.digest.hex()}"
+        return f"{self.name}/{fmt.CODEC_VERSION}/{self.level}{profile}".encode()
 
     def _unpack(self, blob: BytesLike) -> tuple[Header, list[memoryview]]:
         header, sections = container.unpack(
@@ -137,6 +197,29 @@ class CacheGenCodec(Codec):
             raise MalformedBlob(f"cachegen does not code dtype {header.dtype}")
         if tokens > fmt.MAX_TOKENS or heads * head_size > fmt.MAX_CHANNELS:
             raise MalformedBlob(f"shape {list(header.shape)} is beyond what cachegen codes")
-        if len(sections) != 2 + layers * values:
+        if header.profile_digest == NO_PROFILE and len(sections) != 2 + layers * values:
             raise MalformedBlob(f"{len(sections)} sections for {layers * values} stripes")
         return header, sections
+
+    def _check_profile(self, header: Header, sections: list[memoryview]) -> None:
+        """Raise a BlobError unless the blob was coded with the profile of this codec."""
+        made = header.profile_digest.hex()
+        if self.profile is None:
+            raise WrongProfile(
+                f"the blob was coded with the profile {made}; give its directory as profile"
+            )
+        if self.profile.digest != header.profile_digest:
+            raise WrongProfile(
+                f"the blob was coded with the profile {made}, and this codec has "
+                f"{self.profile.digest.hex()}"
+            )
+        if header.level not in self.profile.levels or header.dtype.itemsize == 1:
+            raise MalformedBlob(f"level {header.level!r} of {header.dtype} takes no profile")
+        try:
+            self.profile.check_shape(header.shape)
+        except ValueError as error:
+            raise MalformedBlob(str(error)) from error
+        transform = self.profile.transform
+        stripes = 2 * (transform.layers // transform.group_layers)
+        if len(sections) != 2 + stripes:
+            raise MalformedBlob(f"{len(sections)} sections for {stripes} stripes of coefficients")

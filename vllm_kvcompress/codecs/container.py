@@ -118,6 +118,10 @@ class WrongCodec(BlobError):
     """The blob is intact and was made by another codec."""
 
 
+class WrongProfile(BlobError):
+    """The blob is intact and was coded with a calibrated profile that the decoder has not got."""
+
+
 @dataclass(frozen=True)
 class Header:
     """What a blob says about itself.

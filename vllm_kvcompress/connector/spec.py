@@ -191,15 +191,23 @@ class KVCompressSpec(OffloadingSpec):
     def _warm_up(self, layout: PageLayout) -> None:
         """Compile what this group's chunks need, so that no request waits for a compiler."""
         page_kernels.warm_up(layout.dtype.itemsize)
-        shape = (1, layout.values, layout.block_tokens, layout.kv_heads, layout.head_size)
+        shape = (
+            self._sample_layers(layout),
+            *(layout.values, layout.block_tokens, layout.kv_heads, layout.head_size),
+        )
         bits = torch.randn(shape).to(layout.index.device, layout.dtype)
         for codec in self.codecs:
             codec.decode(codec.encode(bits), device=layout.index.device)
 
+    def _sample_layers(self, layout: PageLayout) -> int:
+        """Layers of a chunk to try a codec on: all where a profile must fit them, else one."""
+        return 1 if self.settings.profile is None else layout.layers
+
     def _measure(self, codec: Codec, layout: PageLayout) -> Prior:
         """What to expect of a level before it has been used, from a chunk of noise."""
         tokens = layout.block_tokens * self.blocks_per_chunk
-        shape = (1, layout.values, tokens, layout.kv_heads, layout.head_size)
+        layers = self._sample_layers(layout)
+        shape = (layers, layout.values, tokens, layout.kv_heads, layout.head_size)
         sample = torch.randn(shape).to(layout.index.device, layout.dtype)
         blob = codec.encode(sample)
         started = time.perf_counter()
