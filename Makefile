@@ -17,7 +17,7 @@ LAUNCHER = $(shell for p in $(RUN) $(PYTHON) python3.11 python3.12 python3 pytho
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 6))' >/dev/null 2>&1 && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all bench lint format clean
+.PHONY: help setup calibrate demo test test-all bench lint format clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -28,6 +28,11 @@ setup: ## the environment in .venv and the test model in .cache
 		echo "setup: error: needs Python 3.11, and found none; install it or name it with PYTHON=" >&2; exit 1; \
 	fi; \
 	"$$launcher" scripts/bootstrap.py --device "$(DEVICE)"
+
+calibrate: ## ARGS="MODEL OUT --data FILE": a checkpoint with FP8 scales and a codec profile
+	@launcher="$(LAUNCHER)"; "$${launcher:-python3}" scripts/bootstrap.py --device calibrate --no-model
+	@$(if $(ARGS),.venv-calibrate/bin/python calibration/oneshot.py $(ARGS),\
+		.venv-calibrate/bin/python calibration/oneshot.py --help)
 
 demo: setup ## a real server that stores its KV cache compressed, restarts, and restores it
 	@$(RUN) examples/demo.py $(ARGS)
@@ -51,5 +56,5 @@ format: setup ## ruff, mending what it can
 	@$(RUN) -m ruff check --fix . && $(RUN) -m ruff format .
 
 clean: ## remove everything that was made here, the environment and the test model too
-	rm -rf .venv .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-calibrate .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

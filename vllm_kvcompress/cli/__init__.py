@@ -10,9 +10,17 @@ import traceback
 from collections.abc import Sequence
 
 from vllm_kvcompress import __version__
-from vllm_kvcompress.cli import completion, doctor, estimate, inspect, serve, version
+from vllm_kvcompress.cli import (
+    calibrate,
+    completion,
+    doctor,
+    estimate,
+    inspect,
+    serve,
+    version,
+)
 
-COMMANDS = (estimate, serve, doctor, inspect, completion, version)
+COMMANDS = (estimate, calibrate, serve, doctor, inspect, completion, version)
 
 OK, NOT_GOOD, ERROR, INTERRUPTED = 0, 1, 2, 130
 

@@ -1,4 +1,4 @@
-"""What a blob says about itself, or what a disk store holds."""
+"""What a blob, a disk store, or a calibrated checkpoint holds."""
 
 from __future__ import annotations
 
@@ -11,21 +11,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from vllm_kvcompress.cli import calibrated
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The path, of either kind."""
+    """The path, of any kind, and the picture."""
     parser.add_argument(
         "path",
-        metavar="BLOB|STORE_DIR",
+        metavar="BLOB|STORE_DIR|CHECKPOINT_DIR",
         type=Path,
-        help="the file of a blob, or the directory of a disk store, every blob of which is read"
-        " and checked",
+        help="the file of a blob; the directory of a disk store, every blob of which is read and"
+        " checked; or that of a checkpoint, whose FP8 scales and codec profile are shown",
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="FILE.svg",
+        type=Path,
+        help="also draw the scales and losses of a checkpoint's layers",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the description of the path. Nothing is written to the store."""
     path: Path = arguments.path
+    if path.is_dir() and calibrated.is_calibrated(path):
+        return run_calibrated(arguments)
+    if arguments.plot is not None:
+        raise ValueError(f"{path} is no checkpoint: --plot draws the scales of one")
     found = inspect_store(path) if path.is_dir() else inspect_blob(path.read_bytes())
     if arguments.json:
         print(json.dumps(found))
@@ -35,6 +47,18 @@ def run(arguments: argparse.Namespace) -> int:
         for name, value in found.items():
             print(f"{name:18} {value}")
     return 0
+
+
+def run_calibrated(arguments: argparse.Namespace) -> int:
+    """Print the description of a checkpoint; 1 where its scales are wrong."""
+    found = calibrated.inspect_calibrated(arguments.path)
+    if arguments.plot is not None:
+        calibrated.plot_calibrated(found, arguments.plot)
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        calibrated.print_calibrated(found)
+    return 1 if found.get("faults") else 0
 
 
 def inspect_blob(blob: bytes) -> dict[str, Any]:

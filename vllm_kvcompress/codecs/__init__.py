@@ -15,6 +15,7 @@ from vllm_kvcompress.codecs.container import (
     UnsupportedVersion,
     WrongCodec,
     WrongLength,
+    WrongProfile,
 )
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "UnsupportedVersion",
     "WrongCodec",
     "WrongLength",
+    "WrongProfile",
     "codec_names",
     "create_codec",
     "register_codec",

@@ -1,0 +1,415 @@
+"""Calibrate a model: a checkpoint with FP8 scales of the KV cache, and a profile for the codec.
+
+    python calibration/oneshot.py MODEL OUT --data FILE_OR_HUB_DATASET
+
+LLM Compressor finds the scales, in one pass over the data; the same pass gathers what the profile
+of the cachegen codec is made of. OUT is an ordinary checkpoint, which serves in plain vLLM too. It
+appears when it is whole: an interrupted run leaves nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+STRATEGIES = ("tensor", "attn_head")
+OBSERVER = "static_minmax"
+"""The true extremes of all samples. LLM Compressor's default is a moving average, which forgets:
+its scales came out as low as half of the largest value, and FP8 clips what is beyond."""
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+KEPT_CHUNKS = 4
+"""Chunks that the steps of the profile are fitted on."""
+
+
+class CalibrationError(ValueError):
+    """A calibration that cannot go on; the message is one line that says what to do."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the script and of ``vllm-kvcompress calibrate``."""
+    parser.add_argument("model", metavar="MODEL", help="directory or hub name of the checkpoint")
+    parser.add_argument("out", metavar="OUT", type=Path, help="directory that will be made")
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="FILE|NAME",
+        help="text to calibrate on, like what will be served: a .txt, .md, .jsonl or .parquet file,"
+        " or a data set of the hub",
+    )
+    parser.add_argument("--split", default="train", help="of a hub data set (%(default)s)")
+    parser.add_argument("--config", help="of a hub data set")
+    parser.add_argument("--column", help="that holds the text or the chat; found by itself")
+    parser.add_argument("--samples", type=_positive, default=512, help="(%(default)s)")
+    parser.add_argument("--tokens", type=_positive, default=2048, help="of a sample (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the shuffle (%(default)s)")
+    parser.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        default="tensor",
+        help="one scale a layer, or one a KV head of a layer (%(default)s)",
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (%(default)s)")
+    parser.add_argument("--no-profile", action="store_true", help="FP8 scales alone")
+    parser.add_argument(
+        "--width",
+        type=_positive,
+        default=1024,
+        help="channels that the profile decorrelates together, several layers' where they fit:"
+        " more make smaller blobs and slower coding (%(default)s)",
+    )
+    parser.add_argument(
+        "--windows",
+        type=int,
+        default=4,
+        help="pieces of the data on which each layer's loss in FP8 and KIVI pages is measured;"
+        " 0: none (%(default)s)",
+    )
+    parser.add_argument(
+        "--max-loss",
+        type=float,
+        default=0.01,
+        help="nats a token that the pages may cost: layers are listed to be left out until they do"
+        " (%(default)s)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+
+
+def to_argv(arguments: argparse.Namespace) -> list[str]:
+    """The command line that gives these arguments again."""
+    argv = [str(arguments.model), str(arguments.out)]
+    for name in ("data", "split", "config", "column", "samples", "tokens", "seed", "strategy"):
+        if getattr(arguments, name) is not None:
+            argv += [f"--{name}", str(getattr(arguments, name))]
+    for name in ("device", "width", "windows", "max_loss"):
+        argv += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
+    for name in ("no_profile", "overwrite", "json"):
+        argv += [f"--{name.replace('_', '-')}"] if getattr(arguments, name) else []
+    return argv
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+_positive.__name__ = "number above 0"
+
+
+def calibrate(arguments: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """Write OUT and return its summary. Raises CalibrationError."""
+    out: Path = arguments.out
+    if out.exists() and not arguments.overwrite:
+        raise CalibrationError(f"{out} is there already; give another OUT, or --overwrite")
+    if out.exists() and not (out / "config.json").is_file():
+        raise CalibrationError(f"{out} is no checkpoint, and is not replaced; give another OUT")
+    if not out.parent.is_dir():
+        raise CalibrationError(f"{out.parent} is not a directory; make it, or give another OUT")
+    started = time.monotonic()
+    with _unfinished(out) as folder:
+        summary = _write(arguments, folder, say)
+        summary["seconds"] = round(time.monotonic() - started, 1)
+        _add_to_json(folder, {"calibration": summary})
+        _open_to_readers(folder)
+        if out.exists():
+            shutil.rmtree(out)
+        os.rename(folder, out)
+    return summary
+
+
+def _open_to_readers(folder: Path) -> None:
+    """Permissions as files have that are made here; libraries make theirs for the owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    folder.chmod(0o777 & ~mask)
+    for path in folder.iterdir():
+        path.chmod(0o666 & ~mask)
+
+
+@contextlib.contextmanager
+def _unfinished(out: Path) -> Iterator[Path]:
+    """A directory beside OUT that goes away unless it has been renamed."""
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-unfinished-", dir=out.parent))
+    try:
+        yield folder
+    finally:
+        # Whoever is impatient must not stop the cleaning up.
+        held = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
+        shutil.rmtree(folder, ignore_errors=True)
+        for number, handler in held.items():
+            signal.signal(number, handler)
+
+
+def _write(
+    arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]
+) -> dict[str, Any]:
+    _quiet_libraries()
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from vllm_kvcompress.calibration import scales
+    from vllm_kvcompress.calibration.samples import Source, load_samples
+
+    try:
+        from llmcompressor import oneshot
+        from llmcompressor.modifiers.quantization import QuantizationModifier
+    except ImportError as error:
+        raise CalibrationError(
+            f"LLM Compressor is not in this environment ({error}); `make calibrate` makes one"
+        ) from error
+
+    device = arguments.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+        config = AutoConfig.from_pretrained(arguments.model)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CalibrationError(f"cannot load {arguments.model}: {error}") from error
+    if getattr(config, "quantization_config", None):
+        raise CalibrationError(
+            f"{arguments.model} is quantised already; calibrate the original checkpoint"
+        )
+    longest = getattr(config.get_text_config(), "max_position_embeddings", arguments.tokens)
+    source = Source(arguments.data, arguments.split, arguments.config, arguments.column)
+    tokens = min(arguments.tokens, longest)
+    samples = load_samples(source, tokenizer, arguments.samples, tokens, arguments.seed)
+    total = sum(map(len, samples))
+    if len(samples) < arguments.samples:
+        say(f"the data gives {len(samples)} samples, fewer than the {arguments.samples} asked for")
+    say(f"{len(samples)} samples, {total:,} tokens; loading {arguments.model} on {device}")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").to(device)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CalibrationError(f"cannot load {arguments.model}: {error}") from error
+    dtype = model.dtype
+    if dtype in (torch.bfloat16, torch.float16) and not _is_fast(device):
+        model.float()
+
+    collector = None
+    if not arguments.no_profile:
+        from vllm_kvcompress.calibration.collect import Collector
+
+        collector = Collector(model, total, arguments.width, KEPT_CHUNKS)
+        if collector.refusal:
+            say(f"no codec profile: {collector.refusal}")
+            collector = None
+    scheme = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": arguments.strategy,
+        "dynamic": False,
+        "symmetric": True,
+        "observer": OBSERVER,
+    }
+    passed = time.monotonic()
+    oneshot(
+        model=model,
+        tokenizer=tokenizer,
+        dataset=_loader(samples, collector, say),
+        recipe=QuantizationModifier(kv_cache_scheme=scheme),
+        pipeline="basic",
+        max_seq_length=tokens,
+        num_calibration_samples=len(samples),
+    )
+    pass_seconds = time.monotonic() - passed
+    if collector is not None:
+        collector.close()
+    found = scales.of_model(model)
+    missed = scales.missed_layers(model, found)
+    for line in missed:
+        say(f"no scales: {line}")
+    say("writing the checkpoint")
+    model.to(dtype)
+    model.save_pretrained(folder, save_compressed=True)
+    tokenizer.save_pretrained(folder)
+    faults = scales.check(found, model.config.get_text_config(), arguments.strategy)
+    faults += scales.compare(found, scales.of_checkpoint(folder))
+    if faults:
+        raise CalibrationError("the scales are not as they should be: " + "; ".join(faults[:5]))
+    summary = {
+        "model": str(arguments.model),
+        "data": arguments.data,
+        "samples": len(samples),
+        "tokens": total,
+        "seed": arguments.seed,
+        "strategy": arguments.strategy,
+        "observer": OBSERVER,
+        "pass_seconds": round(pass_seconds, 1),
+        "layers_without_scales": missed,
+    }
+    del model
+    if collector is not None:
+        _write_profile(collector, longest, folder, say)
+    if arguments.windows and not missed:
+        by_layer = scales.by_layer(found)
+        _write_sensitivity(arguments, samples, by_layer, collector, device, folder, say)
+    return summary
+
+
+def _write_sensitivity(
+    arguments: argparse.Namespace,
+    samples: list[Any],
+    by_layer: Any,
+    collector: Any,
+    device: str,
+    folder: Path,
+    say: Callable[[str], None],
+) -> None:
+    from vllm_kvcompress.calibration import sensitivity
+    from vllm_kvcompress.calibration.dump import load_model
+
+    pieces = [piece for ids in samples for piece in ids.split(sensitivity.WINDOW)]
+    windows = [ids for ids in pieces if len(ids) == sensitivity.WINDOW][: arguments.windows]
+    if not windows:
+        say(f"no sensitivity: no sample has {sensitivity.WINDOW} tokens")
+        return
+    model, _ = load_model(arguments.model, device)
+    probe = sensitivity.Probe(model, windows)
+    content: dict[str, Any] = {"windows": len(windows), "max_loss": arguments.max_loss}
+    methods = {
+        "fp8": sensitivity.fp8_pages(by_layer),
+        sensitivity.KIVI_DTYPE: sensitivity.kivi_pages(),
+    }
+    for name, method in methods.items():
+        say(f"measuring what {name} costs each layer")
+        found = sensitivity.measure(probe, method)
+        skipped, left = sensitivity.skip_layers(probe, method, found["layers"], arguments.max_loss)
+        content[name] = {**found, "skip_layers": skipped, "left": left}
+    written = {"sensitivity": content}
+    if collector is not None and collector.kept:
+        alone = content[sensitivity.KIVI_DTYPE]["layers"]
+        written["kivi"] = {"layers": sensitivity.kivi_hints(collector.kept, alone)}
+    _add_to_json(folder, written)
+
+
+def _write_profile(
+    collector: Any, max_positions: int, folder: Path, say: Callable[[str], None]
+) -> None:
+    from safetensors.torch import save_file
+
+    from vllm_kvcompress.calibration.codec_profile import fit_profile
+    from vllm_kvcompress.codecs import profile as files
+
+    if collector.refusal:
+        say(f"no codec profile: {collector.refusal}")
+        return
+    say("fitting the codec profile")
+    made = fit_profile(collector.statistics, max_positions, collector.kept)
+    save_file(files.arrays_of(made.transform), folder / files.TENSORS_NAME)
+    _add_to_json(folder, {"cachegen": files.describe(made.transform, made.levels)})
+    if files.load_profile(folder).digest != made.digest:
+        raise CalibrationError("the profile that was written reads back as another one")
+
+
+def _is_fast(device: str) -> bool:
+    """Whether the device computes in 16 bits as fast as in 32; many CPUs take several times as long
+    (and the weights, once, twice the memory)."""
+    import torch
+
+    return (
+        device != "cpu"
+        or torch.cpu._is_avx512_bf16_supported()
+        or torch.cpu._is_amx_tile_supported()
+    )
+
+
+def _add_to_json(folder: Path, content: dict[str, Any]) -> None:
+    from vllm_kvcompress.codecs.profile import FORMAT, JSON_NAME
+
+    path = folder / JSON_NAME
+    held = json.loads(path.read_text()) if path.exists() else {"format": FORMAT}
+    path.write_text(json.dumps({**held, **content}, indent=1) + "\n")
+
+
+def _loader(samples: list[Any], collector: Any, say: Callable[[str], None]) -> Any:
+    """Batches of one sample; between two of them, progress and what the collector has to do."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    total = sum(map(len, samples))
+
+    class Samples(IterableDataset):
+        def __len__(self) -> int:
+            return len(samples)
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            started = told = time.monotonic()
+            done = 0
+            if collector is not None:
+                collector.attach()
+            for number, ids in enumerate(samples):
+                yield {"input_ids": ids[None]}
+                if collector is not None:
+                    collector.take()
+                done += len(ids)
+                now = time.monotonic()
+                if now - told >= 2 or number + 1 == len(samples):
+                    told = now
+                    left = (now - started) * (total - done) / done
+                    say(
+                        f"calibrating: {number + 1} of {len(samples)} samples, "
+                        f"{done / (now - started):,.0f} tokens/s, {_duration(left)} left"
+                    )
+
+    return DataLoader(Samples(), batch_size=None)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _quiet_libraries() -> None:
+    """One line of progress instead of the libraries' own bars and logs."""
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("LLM_COMPRESSOR_CLEAR_LOGGERS", "true")
+    os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    arguments = parser.parse_args(argv)
+
+    def say(text: str) -> None:
+        print(f"calibrate: {text}", file=sys.stderr, flush=True)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        summary = calibrate(arguments, say)
+    except KeyboardInterrupt:
+        say("interrupted; nothing was written")
+        return 130
+    except (ValueError, OSError) as error:
+        say(f"error: {' '.join(str(error).split())}")
+        return 2
+    if arguments.json:
+        print(json.dumps(summary))
+    else:
+        say(f"{arguments.out} is ready, after {_duration(summary['seconds'])}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""FP8 scales of the KV cache, of a model or a checkpoint, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+Scales = Mapping[str, torch.Tensor]
+"""Scale by its name in the checkpoint, ``model.layers.0.self_attn.k_scale``: float32, ``[1]`` for
+strategy ``tensor``, ``[kv_heads]`` for ``attn_head``."""
+
+NAME = re.compile(r"(?P<module>.*?(?P<layer>\d+)\..*)\.(?P<kind>[kv])_scale$")
+LARGEST = 2.0**10
+SMALLEST = 2.0**-30
+"""Beyond these a scale is absurd: K and V in the hundred thousands, or in the millionths."""
+_BF16_ROUNDING = 2.0**-7
+
+
+def of_model(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The scales that a model holds, by name."""
+    return {
+        name: tensor.detach().float().cpu().flatten()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if NAME.match(name)
+    }
+
+
+def of_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """The scales in the weight files of a checkpoint, by name."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if NAME.match(name):
+                    found[name] = file.get_tensor(name).float().flatten()
+    return found
+
+
+def strategy_of(folder: Path) -> str | None:
+    """The strategy that a checkpoint's configuration declares for its KV cache, or None."""
+    config = json.loads((folder / "config.json").read_text())
+    scheme = (config.get("quantization_config") or {}).get("kv_cache_scheme") or {}
+    return scheme.get("strategy")
+
+
+def by_layer(found: Scales) -> dict[int, dict[str, torch.Tensor]]:
+    """``k`` and ``v`` of each layer, in the order of the layers."""
+    layers: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in found.items():
+        match = NAME.match(name)
+        layers.setdefault(int(match["layer"]), {})[match["kind"]] = tensor
+    return dict(sorted(layers.items()))
+
+
+def missed_layers(model: Any, found: Scales) -> list[str]:
+    """Attention modules that have no scales, each with the reason where it is known."""
+    config = model.config.get_text_config()
+    scaled = {NAME.match(name)["module"] for name in found}
+    shared = getattr(config, "num_kv_shared_layers", 0) or 0
+    first_shared = config.num_hidden_layers - shared
+    lines = []
+    for name, module in model.named_modules():
+        children = dict(module.named_children())
+        attends = {"k_proj", "v_proj"} <= set(children) or {"kv_a_proj_with_mqa"} <= set(children)
+        attends = attends or bool({"qkv_proj", "c_attn", "query_key_value", "Wqkv"} & set(children))
+        if not attends or name in scaled:
+            continue
+        number = re.search(r"\.(\d+)\.", name)
+        if re.search(r"vision|visual|image|audio", name):
+            reason = "an encoder, which has no KV cache"
+        elif "cross" in name or "encoder_attn" in name:
+            reason = "cross attention"
+        elif "kv_a_proj_with_mqa" in children:
+            reason = "latent attention (MLA)"
+        elif number and int(number[1]) >= first_shared:
+            reason = "shares the KV cache of an earlier layer"
+        else:
+            reason = "LLM Compressor takes only modules named self_attn or attention"
+        lines.append(f"{name}: {reason}")
+    return lines
+
+
+def check(found: Scales, config: Any, strategy: str) -> list[str]:
+    """What is wrong with the scales of a model with this text configuration, a line each."""
+    lines = []
+    layers = by_layer(found)
+    expected = set(
+        range(config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0))
+    )
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if missing := sorted(expected - set(layers)):
+        lines.append(f"layers {', '.join(map(str, missing))} have no scales")
+    for number, kinds in layers.items():
+        for kind in "kv":
+            if kind not in kinds:
+                lines.append(f"layer {number} has no {kind}_scale")
+                continue
+            scale = kinds[kind]
+            count = heads if strategy == "attn_head" else 1
+            if scale.numel() != count:
+                lines.append(
+                    f"{kind}_scale of layer {number} has {scale.numel()} values, not {count}"
+                )
+            if not scale.isfinite().all():
+                lines.append(f"{kind}_scale of layer {number} is not finite")
+            elif (scale <= 0).any():
+                lines.append(f"{kind}_scale of layer {number} is zero or negative")
+            elif (scale > LARGEST).any() or (scale < SMALLEST).any():
+                lines.append(f"{kind}_scale of layer {number} is absurd: {scale.tolist()}")
+    return lines
+
+
+def compare(wanted: Scales, found: Scales) -> list[str]:
+    """Where the scales of a checkpoint differ from those of the model, but for bf16's rounding."""
+    lines = [f"{name} is not in the checkpoint" for name in wanted if name not in found]
+    lines += [f"{name} is in the checkpoint alone" for name in found if name not in wanted]
+    for name in set(wanted) & set(found):
+        a, b = wanted[name], found[name]
+        if a.shape != b.shape or not torch.allclose(a, b, rtol=_BF16_ROUNDING, atol=0):
+            lines.append(f"{name} is {b.tolist()} in the checkpoint, and {a.tolist()} in the model")
+    return lines

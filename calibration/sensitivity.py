@@ -1,0 +1,181 @@
+"""What FP8 and KIVI pages cost a model, layer by layer, and which layers to leave out of them.
+
+The measure is the divergence, in nats a token, of the predictions after a history that went through
+pages from those after the same history in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import DynamicCache, PreTrainedModel
+
+from vllm_kvcompress.calibration.dump import cache_to_kv, prefill
+from vllm_kvcompress.config import KiviSettings
+from vllm_kvcompress.kernels.kivi import implementation
+
+HISTORY, RECENT, SCORED = 384, 128, 128
+WINDOW = HISTORY + SCORED
+KIVI_DTYPE = "kivi_2bit"
+
+_BLOCK = 128
+_VARIANTS = 6
+"""Histories that go through the model at once."""
+
+Method = Callable[[torch.Tensor], torch.Tensor]
+"""KV ``[L, 2, T, H, D]`` in bfloat16 -> as pages give it back."""
+
+
+class Probe:
+    """A model and windows of text, whose histories can be given to it changed.
+
+    windows: int64 ``[WINDOW]`` each.
+    """
+
+    def __init__(self, model: PreTrainedModel, windows: Sequence[torch.Tensor]):
+        self.model = model
+        self._windows = []
+        for ids in windows:
+            kv = cache_to_kv(prefill(model, ids[:HISTORY])).cpu()
+            old, recent = kv.to(torch.bfloat16).split([HISTORY - RECENT, RECENT], 2)
+            ids = ids[HISTORY:].to(model.device)
+            base = self._predict([torch.cat([old, recent], 2)], ids)
+            self._windows.append((old, recent, ids, base))
+        self.layers = self._windows[0][0].shape[0]
+
+    def divergences(self, method: Method, choices: Sequence[Sequence[int]]) -> list[float]:
+        """For each choice of layers, the divergence where these go through pages; mean of windows.
+
+        ``method`` runs once a window, on all layers.
+        """
+        totals = [0.0] * len(choices)
+        for old, recent, ids, base in self._windows:
+            changed = method(old)
+            for first in range(0, len(choices), _VARIANTS):
+                variants = []
+                for layers in choices[first : first + _VARIANTS]:
+                    mixed = old.clone()
+                    mixed[list(layers)] = changed[list(layers)]
+                    variants.append(torch.cat([mixed, recent], 2))
+                for number, now in enumerate(self._predict(variants, ids), first):
+                    totals[number] += _divergence(now, base[0]) / len(self._windows)
+        return totals
+
+    @torch.inference_mode()
+    def _predict(self, histories: Sequence[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        """Log probabilities ``[histories, SCORED - 1, vocabulary]``."""
+        cache = DynamicCache()
+        stacked = torch.stack(list(histories)).to(self.model.device, self.model.dtype)
+        for layer, pair in enumerate(stacked.transpose(0, 1).unbind(0)):
+            k, v = pair.transpose(2, 3).unbind(1)
+            cache.update(k, v, layer)
+        batch = ids[None].expand(len(histories), -1)
+        logits = self.model(batch, past_key_values=cache, use_cache=True).logits[:, :-1]
+        return functional.log_softmax(logits.float(), dim=-1)
+
+
+def _divergence(now: torch.Tensor, base: torch.Tensor) -> float:
+    return functional.kl_div(now, base, reduction="batchmean", log_target=True).item()
+
+
+def fp8_pages(scales: Mapping[int, Mapping[str, torch.Tensor]]) -> Method:
+    """Pages of FP8 e4m3 with these scales: by layer, ``k`` and ``v``, ``[1]`` or ``[heads]``."""
+
+    def method(kv: torch.Tensor) -> torch.Tensor:
+        back = kv.clone()
+        limit = torch.finfo(torch.float8_e4m3fn).max
+        for layer, kinds in scales.items():
+            for value, kind in enumerate("kv"):
+                scale = kinds[kind][:, None]
+                codes = (kv[layer, value].float() / scale).clamp(-limit, limit)
+                back[layer, value] = codes.to(torch.float8_e4m3fn).float() * scale
+        return back
+
+    return method
+
+
+def kivi_pages(cache_dtype: str = KIVI_DTYPE, **settings: Any) -> Method:
+    """KIVI pages with these settings of ``additional_config``; defaults as they are served."""
+    given = KiviSettings.parse({"kvcompress": {"kivi": settings}})
+
+    def method(kv: torch.Tensor) -> torch.Tensor:
+        layers, _, tokens, heads, size = kv.shape
+        fmt = given.page_format(cache_dtype, _BLOCK, size, kv.dtype)
+        kernels = implementation(kv.device)
+        blocks = tokens // _BLOCK
+        index = torch.arange(blocks, dtype=torch.int32)
+        fills, firsts = torch.full_like(index, _BLOCK), (index == 0).int()
+        cache = torch.zeros(blocks, heads, _BLOCK, fmt.token_bytes, dtype=torch.uint8)
+        back = kv.clone()
+        for layer in range(layers):
+            k, v = back[layer].unflatten(1, (blocks, _BLOCK))
+            kernels.pack(fmt, k, v, index, cache, index, fills, firsts)
+            kernels.unpack(fmt, cache, index, fills, firsts, k, v, index)
+        return back
+
+    return method
+
+
+def measure(probe: Probe, method: Method) -> dict[str, Any]:
+    """The divergence of each layer alone and of all together."""
+    every = list(range(probe.layers))
+    found = probe.divergences(method, [[layer] for layer in every] + [every])
+    return {"layers": found[:-1], "all": found[-1]}
+
+
+def skip_layers(
+    probe: Probe, method: Method, alone: Sequence[float], target: float
+) -> tuple[list[int], float]:
+    """The fewest layers to leave out so that the rest diverges by at most *target*, and by what.
+
+    alone: the divergence of each layer. The most sensitive go first; what is left is measured
+    together. All layers, and 0, where nothing less meets the target.
+    """
+    order = sorted(range(probe.layers), key=lambda layer: -alone[layer])
+
+    def rest(count: int) -> float:
+        return probe.divergences(method, [order[count:]])[0]
+
+    low, high, found = 0, probe.layers, 0.0
+    while low < high:
+        middle = (low + high) // 2
+        now = rest(middle)
+        if now <= target:
+            high, found = middle, now
+        else:
+            low = middle + 1
+    return sorted(order[:high]), found
+
+
+def kivi_hints(
+    chunks: Sequence[torch.Tensor], alone: Sequence[float], boosted: float = 0.25
+) -> list[dict[str, Any]]:
+    """For each layer, what its KIVI pages would gain from.
+
+    ``boosted_channels``: by KV head, the channels of K with the widest range, a share of *boosted*;
+    ``clipping``: how scales are best found, by the squared error of the chunks
+    ``[L, 2, T, H, D]``; ``bits``: of K and of V, 4 for layers that cost four times the median.
+    """
+    errors = {}
+    for clipping in ("none", "least_squares"):
+        method = kivi_pages(clipping=clipping, sink_tokens=0)
+        noise = 0.0
+        for kv in chunks:
+            kv = kv.to(torch.bfloat16)
+            noise = noise + (method(kv).float() - kv.float()).square().sum((1, 2, 3, 4))
+        errors[clipping] = noise
+    spread = sum(kv[:, 0].float().amax(1) - kv[:, 0].float().amin(1) for kv in chunks)
+    count = round(boosted * spread.shape[-1])
+    widest = spread.topk(count, dim=-1).indices.sort(-1).values
+    median = sorted(alone)[len(alone) // 2]
+    return [
+        {
+            "boosted_channels": widest[layer].tolist(),
+            "clipping": min(errors, key=lambda name, n=layer: float(errors[name][n])),
+            "bits": [4, 4] if alone[layer] > 4 * median else [2, 2],
+        }
+        for layer in range(len(alone))
+    ]

@@ -1,0 +1,340 @@
+"""Calibration: what it reads, what it writes, and what it refuses."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from vllm_kvcompress import cli
+from vllm_kvcompress.calibration import oneshot, scales, sensitivity
+from vllm_kvcompress.calibration.samples import Source, load_samples
+from vllm_kvcompress.cli import calibrate
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS, HEADS, SIZE = 4, 2, 16
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2):
+    return AutoTokenizer.from_pretrained(smollm2)
+
+
+@pytest.fixture(scope="module")
+def tiny(tokenizer, tmp_path_factory):
+    """A checkpoint of a small random Llama with the tokenizer of SmolLM2."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=HEADS,
+        head_dim=SIZE,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+    folder = tmp_path_factory.mktemp("tiny")
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(f"Line {n}: the quick brown fox jumps {n * n}." for n in range(900)))
+    return path
+
+
+def samples_of(path, tokenizer, count=3, tokens=64, seed=0, **source):
+    return load_samples(Source(str(path), **source), tokenizer, count, tokens, seed)
+
+
+def test_a_text_is_cut_into_full_sequences_in_an_order_of_the_seed(text, tokenizer):
+    first, again, other = (samples_of(text, tokenizer, seed=seed) for seed in (0, 0, 1))
+    assert [len(ids) for ids in first] == [64, 64, 64]
+    assert all(map(torch.equal, first, again))
+    assert not all(map(torch.equal, first, other))
+    ids = tokenizer(text.read_text(), return_tensors="pt").input_ids[0]
+    assert any(torch.equal(first[0], window) for window in ids.split(64))
+
+
+def test_a_chat_goes_through_the_template_and_text_does_not(tmp_path, tokenizer):
+    chat = [{"role": "user", "content": "word " * 40}, {"role": "assistant", "content": "Yes."}]
+    rows = [{"messages": chat}, {"conversations": [{"from": "human", "value": "word " * 40}]}]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("\n".join(map(json.dumps, [*rows, {"text": "plain " * 40}, "bare " * 40])))
+    found = [tokenizer.decode(ids) for ids in samples_of(path, tokenizer, count=9)]
+    assert len(found) == 4
+    assert sum("<|im_start|>user\nword" in text for text in found) == 2
+    assert sum(text.startswith(("plain", "bare")) for text in found) == 2
+
+
+def test_parquet_is_read(tmp_path, tokenizer):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"text": ["word " * 40, "short", None]}), path)
+    (ids,) = samples_of(path, tokenizer, count=9)
+    assert tokenizer.decode(ids).startswith("word word")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("data.csv", "a,b", r"no kind that is known.*\.jsonl"),
+        ("data.txt", "few words", "one sequence takes 64"),
+        ("data.jsonl", '{"text": "x"}\n{', "line 2 is not JSON"),
+        ("data.jsonl", '{"words": "x"}', "none of the columns.*it has words; name one with"),
+        ("data.jsonl", '{"text": 3}', "neither text nor a chat"),
+        ("data.jsonl", '{"messages": [{"role": "user"}]}', "lacks role or content"),
+        ("data.jsonl", '{"text": "short"}', "no row of at least"),
+        ("data.jsonl", "[" * 100000, "line 1 is not JSON"),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused(name, content, expected, tmp_path, tokenizer):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(ValueError, match=expected):
+        samples_of(path, tokenizer)
+
+
+def scale_tensors(strategy="tensor"):
+    shape = (HEADS, 1, 1) if strategy == "attn_head" else (1,)
+    return {
+        f"model.layers.{layer}.self_attn.{kind}_scale": torch.full(shape, 0.01 * (layer + 1))
+        for layer in range(LAYERS)
+        for kind in "kv"
+    }
+
+
+def faults(tensors, strategy="tensor"):
+    config = LlamaConfig(num_hidden_layers=LAYERS, num_key_value_heads=HEADS)
+    found = {name: tensor.flatten() for name, tensor in tensors.items()}
+    return scales.check(found, config, strategy)
+
+
+@pytest.mark.parametrize("strategy", oneshot.STRATEGIES)
+def test_good_scales_have_no_faults(strategy):
+    assert faults(scale_tensors(strategy), strategy) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.0, "k_scale of layer 2 is zero"),
+        (-1.0, "k_scale of layer 2 is zero or negative"),
+        (torch.nan, "k_scale of layer 2 is not finite"),
+        (torch.inf, "k_scale of layer 2 is not finite"),
+        (1e9, "k_scale of layer 2 is absurd"),
+        (1e-20, "k_scale of layer 2 is absurd"),
+    ],
+)
+def test_a_wrong_scale_is_named(value, expected):
+    tensors = scale_tensors()
+    tensors["model.layers.2.self_attn.k_scale"].fill_(value)
+    (line,) = faults(tensors)
+    assert expected in line
+
+
+def test_missing_scales_and_wrong_counts_are_named():
+    tensors = scale_tensors()
+    del tensors["model.layers.1.self_attn.v_scale"]
+    del tensors["model.layers.3.self_attn.k_scale"], tensors["model.layers.3.self_attn.v_scale"]
+    assert faults(tensors) == ["layers 3 have no scales", "layer 1 has no v_scale"]
+    assert len(faults(scale_tensors(), "attn_head")) == 2 * LAYERS
+
+
+def test_a_checkpoint_that_differs_from_the_model_is_found_out():
+    wanted = {name: tensor.flatten() for name, tensor in scale_tensors().items()}
+    assert (
+        scales.compare(wanted, {k: v.to(torch.bfloat16).float() for k, v in wanted.items()}) == []
+    )
+    other = {**wanted, "model.layers.0.self_attn.k_scale": torch.ones(1)}
+    del other["model.layers.1.self_attn.k_scale"]
+    assert len(scales.compare(wanted, other)) == 2
+
+
+def test_layers_that_are_missed_are_named_with_the_reason(tiny):
+    model = LlamaForCausalLM.from_pretrained(tiny)
+    model.model.vision_tower = torch.nn.ModuleDict(
+        {"attn": torch.nn.ModuleDict({n: torch.nn.Linear(1, 1) for n in ("k_proj", "v_proj")})}
+    )
+    found = {
+        name: tensor.flatten()
+        for name, tensor in scale_tensors().items()
+        if not name.startswith("model.layers.3")
+    }
+    model.config.num_kv_shared_layers = 1
+    shared, tower = scales.missed_layers(model, found)
+    assert "layers.3" in shared
+    assert "shares the KV cache" in shared
+    assert "vision_tower" in tower
+    assert "no KV cache" in tower
+
+
+@pytest.mark.parametrize("strategy", oneshot.STRATEGIES)
+def test_inspect_shows_the_scales_of_a_checkpoint(strategy, tiny, tmp_path, capsys):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    config = json.loads((tiny / "config.json").read_text())
+    config["quantization_config"] = {"kv_cache_scheme": {"strategy": strategy}}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(scale_tensors(strategy), folder / "model.safetensors")
+    loss = {"layers": [0.1] * LAYERS, "all": 0.5, "skip_layers": [1, 3], "left": 0.009}
+    content = {"format": 1, "sensitivity": {"windows": 1, "max_loss": 0.01, "fp8": loss}}
+    (folder / "kvcompress.json").write_text(json.dumps(content))
+    picture = tmp_path / "scales.svg"
+    assert cli.main(["inspect", str(folder), "--plot", str(picture)]) == 0
+    told = capsys.readouterr().out
+    assert f"FP8 scales of 4 layers, strategy {strategy}" in told
+    assert "0.04000" in told
+    assert "leave out: 1 3" in told
+    assert picture.read_text().count("<title>") == LAYERS * (
+        2 * (HEADS if "head" in strategy else 1) + 1
+    )
+    assert cli.main(["inspect", str(folder), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["scales"]) == LAYERS
+
+
+def test_inspect_fails_where_scales_are_wrong(tiny, tmp_path, capsys):
+    config = json.loads((tiny / "config.json").read_text())
+    config["quantization_config"] = {"kv_cache_scheme": {"strategy": "tensor"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = scale_tensors()
+    tensors["model.layers.0.self_attn.k_scale"].zero_()
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert cli.main(["inspect", str(tmp_path)]) == 1
+    assert "wrong: k_scale of layer 0 is zero" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def probe(tiny):
+    model = LlamaForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
+    torch.manual_seed(3)
+    return sensitivity.Probe(model, [torch.randint(0, 40000, (sensitivity.WINDOW,))])
+
+
+def test_pages_that_change_nothing_cost_nothing(probe):
+    assert max(map(abs, probe.divergences(lambda kv: kv, [[0], [0, 1, 2, 3]]))) < 1e-6
+
+
+def test_each_layer_is_measured_alone(probe):
+    def spoil_layer_2(kv):
+        back = kv.clone()
+        back[2] = torch.randn(back[2].shape).to(back.dtype) * 5
+        return back
+
+    found = sensitivity.measure(probe, spoil_layer_2)
+    assert max(range(LAYERS), key=found["layers"].__getitem__) == 2
+    assert found["layers"][0] == pytest.approx(0, abs=1e-6)
+    assert found["all"] == pytest.approx(found["layers"][2], rel=1e-3)
+    skipped, left = sensitivity.skip_layers(probe, spoil_layer_2, found["layers"], 1e-5)
+    assert skipped == [2]
+    assert left < 1e-5
+    assert sensitivity.skip_layers(probe, spoil_layer_2, found["layers"], 100.0)[0] == []
+
+
+def test_fp8_pages_are_e4m3_with_the_scales():
+    kv = torch.tensor([1.0, 1000.0, -0.3]).expand(1, 2, 1, 1, 3).to(torch.bfloat16)
+    back = sensitivity.fp8_pages({0: {"k": torch.ones(1), "v": torch.full((1,), 4.0)}})(kv)
+    assert back[0, 0, 0, 0].tolist() == [1.0, 448.0, -0.3125]
+    assert back[0, 1, 0, 0].tolist() == [1.0, 1024.0, -0.3125]
+
+
+def parse(*argv):
+    parser = argparse.ArgumentParser()
+    oneshot.add_arguments(parser)
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args(argv)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--samples", "3", "--tokens", "5", "--seed", "7", "--strategy", "attn_head", "--json"],
+        ["--config", "a", "--column", "b", "--split", "c", "--no-profile", "--max-loss", "0.5"],
+    ],
+)
+def test_the_command_hands_all_arguments_to_the_script(more):
+    given = parse("model", "out", "--data", "x", *more)
+    assert parse(*oneshot.to_argv(given)) == given
+
+
+def test_an_environment_that_is_missing_is_named(monkeypatch, tmp_path):
+    monkeypatch.delenv(calibrate.ENVIRONMENT, raising=False)
+    monkeypatch.setattr(oneshot, "__file__", str(tmp_path / "calibration" / "oneshot.py"))
+    with pytest.raises(ValueError, match="make calibrate"):
+        calibrate.python()
+
+
+def test_an_output_that_is_there_is_kept(tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match="--overwrite"):
+        oneshot.calibrate(parse("m", str(tmp_path / "out"), "--data", "x"), print)
+    with pytest.raises(ValueError, match="no checkpoint, and is not replaced"):
+        oneshot.calibrate(parse("m", str(tmp_path / "out"), "--data", "x", "--overwrite"), print)
+    assert (tmp_path / "out").is_dir()
+
+
+@pytest.fixture
+def calibrating(tiny, text, tmp_path):
+    """Start the script in its own environment on the small model."""
+    python = ROOT / ".venv-calibrate" / "bin" / "python"
+    if not python.is_file():
+        pytest.skip("the environment of calibration is not there: run `make calibrate`")
+
+    def start(*more):
+        command = [python, ROOT / "calibration" / "oneshot.py", tiny, tmp_path / "out"]
+        command += ["--data", text, "--samples", "5", "--tokens", "768", *more]
+        return subprocess.Popen(
+            list(map(str, command)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
+
+    return start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", oneshot.STRATEGIES)
+def test_a_calibrated_checkpoint_is_whole(strategy, calibrating, tiny, tmp_path):
+    done = calibrating("--strategy", strategy, "--windows", "1", "--json")
+    out, told = done.communicate(timeout=600)
+    assert done.returncode == 0, told
+    assert "left" in told
+    assert json.loads(out)["layers_without_scales"] == []
+    made = tmp_path / "out"
+    found = scales.of_checkpoint(made)
+    assert {tensor.numel() for tensor in found.values()} == {HEADS if "head" in strategy else 1}
+    before, after = (load_file(path / "model.safetensors") for path in (tiny, made))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert cli.main(["inspect", str(made)]) == 0
+    assert list(tmp_path.glob(".out-*")) == []
+
+
+@pytest.mark.slow
+def test_an_interrupted_calibration_leaves_nothing(calibrating, tmp_path):
+    started = calibrating("--no-profile")
+    while "loading" not in started.stderr.readline():
+        assert started.poll() is None
+    time.sleep(1)
+    assert list(tmp_path.glob(".out-*"))
+    started.send_signal(signal.SIGINT)
+    _, told = started.communicate(timeout=60)
+    assert started.returncode == 130
+    assert "nothing was written" in told
+    assert list(tmp_path.glob("*out*")) == []
