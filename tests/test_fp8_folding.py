@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl
 
-from vllm_kvcompress.attention import routing
+from vllm_kvcompress.attention import folding, routing
 from vllm_kvcompress.attention.folding import folded, path_of
 from vllm_kvcompress.kernels.attention import Attention
 from vllm_kvcompress.kernels.fp8 import reference
@@ -85,7 +85,10 @@ def layer_with(k_scale, v_scale):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("per_head", [True, False], ids=["per-head", "per-tensor"])
-def test_a_folded_backend_gives_what_scales_per_head_give(per_head, dtype):
+@pytest.mark.parametrize("halved", [False, True], ids=["", "FNUZ"])
+def test_a_folded_backend_gives_what_scales_per_head_give(per_head, dtype, halved, monkeypatch):
+    monkeypatch.setattr(folding.compat, "doubles_scales", lambda: halved)
+    factor = 2 if halved and per_head else 1
     g = torch.Generator().manual_seed(3)
     heads, kv_heads, tokens = 6, 3, 40
     count = kv_heads if per_head else 1
@@ -106,12 +109,23 @@ def test_a_folded_backend_gives_what_scales_per_head_give(per_head, dtype):
 
     cache, expected = torch.zeros(2, 5, kv_heads, 16, 64, dtype=torch.uint8)
     impl.do_kv_cache_update(layer, *kv, cache, slots)
-    reference.store(FMT, *kv, expected, slots, k_scale, v_scale)
+    reference.store(FMT, *kv, expected, slots, factor * k_scale, factor * v_scale)
     if per_head:  # the parent's own rounding has nothing left to round
         assert torch.equal(cache, expected)
     out, want = torch.empty(2, *query.shape, dtype=dtype)
     impl.forward(layer, query, *kv, cache, where, out)
-    reference.attend(FMT, Attention(32**-0.5), query, cache, k_scale, v_scale, *where, want, 0, 0)
+    reference.attend(
+        FMT,
+        Attention(32**-0.5),
+        query,
+        cache,
+        factor * k_scale,
+        factor * v_scale,
+        *where,
+        want,
+        0,
+        0,
+    )
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     assert (out.float() - want.float()).norm() <= tolerance * want.float().norm()
     assert torch.equal(layer._k_scale, k_scale) and layer._q_scale_float == 0.7

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl
 
+from vllm_kvcompress import compat
 from vllm_kvcompress.config import FP8_DTYPES
 from vllm_kvcompress.kernels.fp8.reference import quantise
 
@@ -28,13 +29,19 @@ class OneScale:
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
+        # Where FP8's numbers are half as large, a scale for e4m3 has to be twice as large.
+        self._fit = fit = 2.0 if compat.doubles_scales() else 1.0
         # The host's copy of a scale per head is the greatest.
-        self._k_scale_float = _power_above(layer._k_scale_float)
-        self._v_scale_float = _power_above(layer._v_scale_float)
+        self._k_scale_float = _power_above(fit * layer._k_scale_float)
+        self._v_scale_float = _power_above(fit * layer._v_scale_float)
         self._k_scale_cpu = torch.tensor(self._k_scale_float)
         self._v_scale_cpu = torch.tensor(self._v_scale_float)
         self._k_scale = self._k_scale_cpu.to(layer._k_scale.device)
         self._v_scale = self._v_scale_cpu.to(layer._v_scale.device)
+
+    def heads(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales per head of K and of V."""
+        return self._layer._k_scale * self._fit, self._layer._v_scale * self._fit
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -81,9 +88,10 @@ class _FoldedImpl(AttentionImpl):
         self, layer: Any, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         seen, dtype = self._seen(layer), self.kv_cache_dtype
+        k_scale, v_scale = seen.heads()
         return (
-            _rounded(key, layer._k_scale, seen._k_scale_float, dtype),
-            _rounded(value, layer._v_scale, seen._v_scale_float, dtype),
+            _rounded(key, k_scale, seen._k_scale_float, dtype),
+            _rounded(value, v_scale, seen._v_scale_float, dtype),
         )
 
     def do_kv_cache_update(
@@ -121,9 +129,10 @@ class _FoldedImpl(AttentionImpl):
         seen = self._seen(layer)
         if key is not None:
             key, value = self._brought(layer, key, value)
-        query = _times(query, layer._k_scale / seen._k_scale_float)
+        k_scale, v_scale = seen.heads()
+        query = _times(query, k_scale / seen._k_scale_float)
         super().forward(seen, query, key, value, kv_cache, attn_metadata, output)
-        return output.copy_(_times(output, layer._v_scale / seen._v_scale_float))
+        return output.copy_(_times(output, v_scale / seen._v_scale_float))
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
