@@ -1,4 +1,4 @@
-"""Bits a value and error of every cachegen level on the KV of a real model on real text.
+"""Bits a value and error of every lossy codec and level on the KV of a real model on real text.
 
 Bits a value: 8 x the length of all blobs, everything in them counted, over the number of values.
 Error of K and of V: squared error over squared norm per layer, then the mean over the layers.
@@ -19,10 +19,11 @@ import torch
 from texts import chosen_texts
 
 from vllm_kvcompress.calibration.dump import dump_kv, load_model, tokenize
-from vllm_kvcompress.codecs import create_codec
+from vllm_kvcompress.codecs import create_codec, fp8, kivi
 
 MODEL = Path(__file__).resolve().parent.parent / ".cache" / "smollm2-135m"
 LEVELS = ("lossless", "high", "medium", "low", "paper")
+OTHERS = {"fp8": tuple(fp8.LEVELS), "kivi": tuple(kivi.LEVELS)}
 
 Method = Callable[[torch.Tensor], tuple[int, torch.Tensor]]
 """A chunk -> (stored bytes, the chunk as it comes back)."""
@@ -47,8 +48,8 @@ class Error:
         return k, v
 
 
-def level_method(level: str) -> Method:
-    codec = create_codec("cachegen", level=level)
+def codec_method(name: str, level: str) -> Method:
+    codec = create_codec(name, level=level)
 
     def method(chunk: torch.Tensor) -> tuple[int, torch.Tensor]:
         blob = codec.encode(chunk)
@@ -86,12 +87,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of each text (%(default)s)")
     parser.add_argument("--chunk", type=int, default=256, help="tokens (%(default)s)")
     parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS)
+    parser.add_argument("--codecs", nargs="*", default=list(OTHERS), choices=OTHERS)
     parser.add_argument("--lmcache", type=Path, help="lmcache wheel, or its kernels' file")
     parser.add_argument("--no-lmcache", action="store_true", help="leave the peer out")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args(argv)
 
-    methods = {level: level_method(level) for level in args.levels}
+    methods = {level: codec_method("cachegen", level) for level in args.levels}
+    for name in args.codecs:
+        methods |= {f"{name} {level}": codec_method(name, level) for level in OTHERS[name]}
     if not args.no_lmcache:
         try:
             methods["LMCache CacheGen"] = lmcache_method(args.lmcache)

@@ -38,6 +38,8 @@ _REGISTRY: dict[str, str] = {
     "raw": "vllm_kvcompress.codecs.raw:RawCodec",
     "int8": "vllm_kvcompress.codecs.int8:Int8Codec",
     "cachegen": "vllm_kvcompress.codecs.cachegen:CacheGenCodec",
+    "fp8": "vllm_kvcompress.codecs.fp8:Fp8Codec",
+    "kivi": "vllm_kvcompress.codecs.kivi:KiviCodec",
 }
 
 
