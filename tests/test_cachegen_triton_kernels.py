@@ -16,6 +16,7 @@ import torch
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by test_cachegen_triton.py", allow_module_level=True)
 
+from tests.test_profile import make_profile, model_kv
 from vllm_kvcompress.codecs import container, create_codec
 from vllm_kvcompress.codecs.container import MalformedBlob
 from vllm_kvcompress.kernels.cachegen import format as fmt
@@ -100,6 +101,19 @@ def test_codec(dtype, level, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES[3:], ids=str)
 def test_codec_keeps_fp8(dtype, monkeypatch):
     compare_codecs(rotated(1, 40, 2, 16).to(dtype), "medium", monkeypatch, truth="reference")
+
+
+def test_codec_with_a_profile(monkeypatch):
+    profile = make_profile()
+    kv = model_kv(7, start=50, tokens=16).to(DEVICE)
+    codec = create_codec("cachegen", level="medium", profile=profile)
+    monkeypatch.setenv(ENVIRONMENT, "reference")
+    blob = codec.encode(kv)
+    assert codec.inspect(blob)["profile_digest"] == profile.digest.hex()
+    back = codec.decode(blob)
+    monkeypatch.setenv(ENVIRONMENT, "triton")
+    assert codec.encode(kv) == blob
+    assert torch.equal(codec.decode(blob, device=DEVICE).cpu(), back)
 
 
 def test_codec_with_rotary_frequencies(monkeypatch):

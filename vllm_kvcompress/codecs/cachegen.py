@@ -28,6 +28,7 @@ from vllm_kvcompress.kernels.cachegen import format as fmt
 from vllm_kvcompress.kernels.cachegen import implementation
 from vllm_kvcompress.kernels.cachegen.rotary import estimate_turns
 from vllm_kvcompress.kernels.cachegen.sinks import cover, find_sinks
+from vllm_kvcompress.kernels.openmp import torch_on_this_thread
 
 _DTYPES = {getattr(torch, name): d for name, d in fmt.DTYPES.items()}
 
@@ -116,8 +117,9 @@ class CacheGenCodec(Codec):
         """The first section and those of the coefficients; None where values are out of range."""
         transform, level = self.profile.transform, self.profile.levels[self.level]
         try:
-            start = transform.find_start(kv[:, 0])
-            coefficients = transform.forward(kv, start, level.ranks)
+            with torch_on_this_thread():
+                start = transform.find_start(kv[:, 0])
+                coefficients = transform.forward(kv, start, level.ranks)
         except OverflowError:
             return None
         sections: list[bytes | memoryview] = [fmt.pack_start(start)]
@@ -139,7 +141,8 @@ class CacheGenCodec(Codec):
             at = 2 + value * groups
             kernels.decode(sections[at : at + groups], stripes)
             coefficients.append(stripes)
-        transform.inverse(coefficients, start, out)
+        with torch_on_this_thread():
+            transform.inverse(coefficients, start, out)
 
     def decode(
         self,

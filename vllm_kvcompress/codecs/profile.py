@@ -126,7 +126,7 @@ def _load(folder: str, stamps: tuple[tuple[int, int], ...]) -> Profile:
         settings = content["cachegen"]
         arrays = load_file(Path(folder) / TENSORS_NAME)
         profile = parse(settings, arrays)
-    except (KeyError, TypeError, OverflowError, SafetensorError) as error:
+    except (LookupError, TypeError, OverflowError, SafetensorError) as error:
         raise _damaged(folder, f"{type(error).__name__}: {error}") from error
     except ValueError as error:
         raise _damaged(folder, str(error)) from error
@@ -152,7 +152,7 @@ def read_json(folder: Path) -> dict[str, Any]:
 def parse(settings: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]) -> Profile:
     """The profile of what ``describe`` and ``arrays_of`` give.
 
-    Raises ValueError, KeyError, TypeError or OverflowError where they do not fit each other.
+    Raises ValueError, LookupError, TypeError or OverflowError where they do not fit each other.
     """
     sizes = [
         _whole(settings[name], name)
