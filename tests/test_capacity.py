@@ -143,11 +143,12 @@ def test_ranks_share_the_heads_and_latents_are_on_every_rank():
 
 
 def test_a_latent_is_stored_once_and_an_indexer_beside_it():
+    gpu = EngineOptions()
     assert planned(DEEPSEEK_V3).token_bytes() == 61 * 576 * 2
-    assert planned(DEEPSEEK_V3, "fp8").token_bytes() == 61 * 576
+    assert planned(DEEPSEEK_V3, "fp8", gpu).token_bytes() == 61 * 576
     sparse = {**DEEPSEEK_V3, "model_type": "deepseek_v32", "index_topk": 2048}
     sparse["index_head_dim"] = 128
-    assert planned(sparse, "fp8_ds_mla").token_bytes() == 61 * (656 + 132)
+    assert planned(sparse, "fp8_ds_mla", gpu).token_bytes() == 61 * (656 + 132)
 
 
 def test_a_window_bounds_what_a_long_request_holds():
@@ -253,9 +254,8 @@ def test_a_config_that_cannot_be_counted_is_refused_by_the_name_of_the_field(cha
         (QWEN3_NEXT, "kivi_2bit", {}, "models with Mamba or other state layers"),
         (QWEN3_NEXT, "fp8", {"skip_layers": ["3"]}, "not counted for models with state layers"),
         (LLAMA_3_8B, "kivi_3bit", {}, "kivi_3bit.*choose from.*kivi_2bit"),
-        (LLAMA_3_8B, "fp8_ds_mla", {}, "for models with MLA only"),
-        (DEEPSEEK_V3, "kivi_2bit", {}, "kivi_2bit does not support multi-head latent"),
-        (DEEPSEEK_V3, "nvfp4", {}, "nvfp4 does not support models with MLA"),
+        (LLAMA_3_8B, "nvfp4", {}, "nvfp4: the CPU engine cannot do it.*choose from.*kivi_2bit"),
+        (DEEPSEEK_V3, "fp8", {}, "fp8: the CPU engine cannot do it"),
         (LLAMA_3_8B, "kivi_2bit", {"skip_layers": ["32"]}, "no layer '32'; choose from 0 to 31"),
         (LLAMA_3_8B, "kivi_2bit", {"skip_layers": ["sliding_window"]}, "no layer of this model"),
         ({**GEMMA, "num_kv_shared_layers": 2}, "kivi_2bit", {}, "share the KV cache"),
@@ -267,6 +267,19 @@ def test_a_cache_that_cannot_be_is_refused_by_the_name_of_the_setting(
 ):
     with pytest.raises(ValueError, match=expected):
         planned(config, dtype, **given)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "expected"),
+    [
+        (LLAMA_3_8B, "fp8_ds_mla", "for models with MLA only"),
+        (DEEPSEEK_V3, "kivi_2bit", "kivi_2bit does not support multi-head latent"),
+        (DEEPSEEK_V3, "nvfp4", "nvfp4 does not support models with MLA"),
+    ],
+)
+def test_a_cache_that_no_gpu_has_is_refused(config, dtype, expected):
+    with pytest.raises(ValueError, match=expected):
+        planned(config, dtype, EngineOptions())
 
 
 @pytest.mark.parametrize(

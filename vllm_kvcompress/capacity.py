@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from vllm_kvcompress.config import KIVI_DTYPES, SLIDING_WINDOW, KiviSettings
+from vllm_kvcompress.config import FP8_DTYPES, KIVI_DTYPES, SLIDING_WINDOW, KiviSettings
 from vllm_kvcompress.kernels.kivi.format import ITEMSIZES
 from vllm_kvcompress.model_layers import AttentionLayer, ModelLayers
 
@@ -245,6 +245,8 @@ def plan(model: ModelLayers, engine: EngineOptions, cache: CacheOptions) -> Cach
         raise ValueError(f"{model.name} has no layer with a KV cache")
     if cache.is_kivi:
         _check_kivi(model, cache)
+    if engine.device == "cpu":
+        _check_cpu(model, cache)
     skipped = _skipped(model, cache)
     max_model_len = engine.max_model_len or model.max_model_len
     layout = _Layout(model, engine, cache, skipped)
@@ -263,6 +265,17 @@ def plan(model: ModelLayers, engine: EngineOptions, cache: CacheOptions) -> Cach
         pool_blocks_wanted=engine.batch(max_model_len)[0] * (-(-residual // layout.block) + 1),
         pool_share=cache.kivi.pool_share,
     )
+
+
+def _check_cpu(model: ModelLayers, cache: CacheOptions) -> None:
+    known = ["auto", "bfloat16", "float16"]
+    if not any(layer.is_latent for layer in model.layers):
+        known += [*FP8_DTYPES, *KIVI_DTYPES]
+    if cache.kv_cache_dtype not in known:
+        raise ValueError(
+            f"kv_cache_dtype {cache.kv_cache_dtype}: the CPU engine cannot do it with this model; "
+            f"choose from {', '.join(known)}"
+        )
 
 
 def _check_kivi(model: ModelLayers, cache: CacheOptions) -> None:
@@ -393,7 +406,7 @@ class _Layout:
             return self._cache.kivi.group_size
         if any(layer.is_latent for layer in self._model.layers):
             return 16
-        return 32 if self._engine.device == "cpu" else 16
+        return 32 if self._engine.device == "cpu" and dtype not in _ONE_BYTE else 16
 
     def _align(self) -> None:
         """Let a block of packed pages cover the smallest block of the layers left out."""

@@ -136,7 +136,7 @@ def rows(arguments: argparse.Namespace, device: str, latent: bool, kivi_pages: b
         *(Row(dtype, settings) for dtype in ("kivi_k4v2", "kivi_k2v4", "kivi_4bit")),
     ]
     # vLLM's other packed dtypes are for GPUs.
-    own = ["auto", "fp8"]
+    own = ["auto"] if device == "cpu" and latent else ["auto", "fp8"]
     if device == "cuda":
         own += ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"]
         if latent:
