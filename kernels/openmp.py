@@ -89,34 +89,3 @@ def torch_on_this_thread() -> Iterator[None]:
         yield
     finally:
         runtime.omp_set_num_threads(before)
-
-
-@functools.cache
-def _runtime() -> ctypes.CDLL | None:
-    """The loaded runtime, by the library that gives its symbols."""
-    for name in _scopes():
-        try:
-            library = ctypes.CDLL(name)
-            _ = library.omp_get_max_threads, library.omp_set_num_threads
-        except (OSError, AttributeError):
-            continue
-        return library
-    return None
-
-
-@contextmanager
-def torch_on_this_thread() -> Iterator[None]:
-    """Let torch's own operations that the calling thread starts meanwhile stay on it.
-
-    The number is a thread's own in OpenMP; ``torch.set_num_threads`` would change the model's too.
-    """
-    runtime = _runtime()
-    if runtime is None:
-        yield
-        return
-    before = runtime.omp_get_max_threads()
-    runtime.omp_set_num_threads(1)
-    try:
-        yield
-    finally:
-        runtime.omp_set_num_threads(before)
