@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,25 @@ def by_layer(found: Scales) -> dict[int, dict[str, torch.Tensor]]:
     return dict(sorted(layers.items()))
 
 
-def missed_layers(model: Any, found: Scales) -> list[str]:
+@dataclass(frozen=True)
+class Missed:
+    """An attention module without scales, the number of its layer if it has one, and the reason."""
+
+    module: str
+    layer: int | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.reason}"
+
+
+def missed_layers(model: Any, found: Scales) -> list[Missed]:
     """Attention modules that have no scales, each with the reason where it is known."""
     config = model.config.get_text_config()
     scaled = {NAME.match(name)["module"] for name in found}
     shared = getattr(config, "num_kv_shared_layers", 0) or 0
     first_shared = config.num_hidden_layers - shared
-    lines = []
+    missed = []
     for name, module in model.named_modules():
         children = dict(module.named_children())
         attends = {"k_proj", "v_proj"} <= set(children) or {"kv_a_proj_with_mqa"} <= set(children)
@@ -72,29 +85,38 @@ def missed_layers(model: Any, found: Scales) -> list[str]:
         if not attends or name in scaled:
             continue
         number = re.search(r"\.(\d+)\.", name)
+        layer = int(number[1]) if number else None
         if re.search(r"vision|visual|image|audio", name):
             reason = "an encoder, which has no KV cache"
         elif "cross" in name or "encoder_attn" in name:
             reason = "cross attention"
         elif "kv_a_proj_with_mqa" in children:
             reason = "latent attention (MLA)"
-        elif number and int(number[1]) >= first_shared:
+        elif layer is not None and layer >= first_shared:
             reason = "shares the KV cache of an earlier layer"
         else:
             reason = "LLM Compressor takes only modules named self_attn or attention"
-        lines.append(f"{name}: {reason}")
-    return lines
+        missed.append(Missed(name, layer, reason))
+    return missed
+
+
+def layers_with_cache(config: Any) -> set[int]:
+    """The layers of a text configuration that write K and V of their own."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+    return {
+        layer
+        for layer in range(own)
+        if not kinds or ("attention" in kinds[layer] and "linear" not in kinds[layer])
+    }
 
 
 def check(found: Scales, config: Any, strategy: str) -> list[str]:
     """What is wrong with the scales of a model with this text configuration, a line each."""
     lines = []
     layers = by_layer(found)
-    expected = set(
-        range(config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0))
-    )
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if missing := sorted(expected - set(layers)):
+    if missing := sorted(layers_with_cache(config) - set(layers)):
         lines.append(f"layers {', '.join(map(str, missing))} have no scales")
     for number, kinds in layers.items():
         for kind in "kv":

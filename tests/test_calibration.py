@@ -155,6 +155,16 @@ def test_missing_scales_and_wrong_counts_are_named():
     assert len(faults(scale_tensors(), "attn_head")) == 2 * LAYERS
 
 
+def test_layers_without_a_cache_need_no_scales():
+    kinds = ["full_attention", "linear_attention", "sliding_attention", "mamba"]
+    config = LlamaConfig(num_hidden_layers=LAYERS, num_key_value_heads=HEADS)
+    config.layer_types = kinds
+    assert scales.layers_with_cache(config) == {0, 2}
+    config.layer_types = None
+    config.num_kv_shared_layers = 1
+    assert scales.layers_with_cache(config) == {0, 1, 2}
+
+
 def test_a_checkpoint_that_differs_from_the_model_is_found_out():
     wanted = {name: tensor.flatten() for name, tensor in scale_tensors().items()}
     assert (
@@ -176,7 +186,7 @@ def test_layers_that_are_missed_are_named_with_the_reason(tiny):
         if not name.startswith("model.layers.3")
     }
     model.config.num_kv_shared_layers = 1
-    shared, tower = scales.missed_layers(model, found)
+    shared, tower = map(str, scales.missed_layers(model, found))
     assert "layers.3" in shared
     assert "shares the KV cache" in shared
     assert "vision_tower" in tower

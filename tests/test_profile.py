@@ -166,6 +166,7 @@ def test_the_digest_is_in_the_key_and_in_the_header(profile):
 
 def test_a_blob_of_another_profile_is_refused(profile):
     blob = create_codec("cachegen", profile=profile).encode(model_kv(2))
+    assert create_codec("cachegen").inspect(blob)["profile_digest"] == profile.digest.hex()
     with pytest.raises(WrongProfile, match=profile.digest.hex()):
         create_codec("cachegen").decode(blob)
     with pytest.raises(WrongProfile, match="this codec has"):
