@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from vllm_kvcompress import cli
-from vllm_kvcompress.codecs import codec_names
+from vllm_kvcompress.codecs import codec_names, fp8, kivi
 from vllm_kvcompress.config import (
     IN_PLACE,
     KIVI_DTYPES,
     PASSED_TO_VLLM,
     PRESETS,
+    Fp8Settings,
     KiviSettings,
     OffloadSettings,
 )
@@ -34,9 +35,10 @@ def named() -> dict[str, set[str]]:
     return {
         "settings": settings | {*PASSED_TO_VLLM, IN_PLACE},
         "KIVI settings": {field.name for field in dataclasses.fields(KiviSettings)},
+        "FP8 settings": {field.name for field in dataclasses.fields(Fp8Settings)},
         "KIVI dtypes and presets": {*KIVI_DTYPES, *PRESETS},
         "codecs": set(codec_names()),
-        "levels": set(cachegen.LEVELS),
+        "levels": {*cachegen.LEVELS, *fp8.LEVELS, *kivi.LEVELS},
         "store types": set(store_types()),
         "store settings": {p for store in stores for p in inspect.signature(store).parameters},
         "metrics": set(COUNTERS) | set(GAUGES),
@@ -49,6 +51,7 @@ def named() -> dict[str, set[str]]:
     [
         "settings",
         "KIVI settings",
+        "FP8 settings",
         "KIVI dtypes and presets",
         "codecs",
         "levels",
