@@ -48,20 +48,21 @@ class Statistics:
         self.covariance = torch.zeros(2, groups, width, width)
 
     def add(self, kv: torch.Tensor, start: int) -> None:
-        """A chunk ``[L, 2, T, H, D]`` whose first token has this position."""
+        """A chunk ``[L, 2, T, H, D]``, on any device, whose first token has this position."""
         tokens = kv.shape[2]
         stripes = kv.flatten(0, 1).flatten(2)
         sinks = find_sinks(kv)
         if sinks:
             stripes = cover(stripes, sinks)
         x = stripes.float().unflatten(0, (self.layers, 2)).transpose(0, 1).contiguous()
-        self.square += x.double().square().sum((2, 3)).T
+        self.square += x.double().square().sum((2, 3)).T.cpu()
         x[0] = _turned_back(x[0], self.turns, start, self.heads)
         self.tokens += tokens
-        self.total += x.double().sum(2)
+        self.total += x.double().sum(2).cpu()
         # What is left when a chunk's own means are taken out is what will be coded.
         x -= x.mean(2, keepdim=True)
         grouped = x.unflatten(1, (self.groups, -1)).transpose(2, 3).flatten(3)
+        self.covariance = self.covariance.to(x.device)
         self.covariance += grouped.transpose(2, 3) @ grouped
 
     def transform(self, max_positions: int) -> tuple[Transform, torch.Tensor]:
@@ -73,7 +74,7 @@ class Statistics:
         scale = (self.square / (self.tokens * channels)).sqrt().clamp_min(1e-20).float()
         weights = (1 / scale.double()).T.repeat_interleave(channels, 1)
         by_group = weights.view(2, self.groups, -1)
-        covariance = self.covariance.double() * by_group[..., None] * by_group[:, :, None]
+        covariance = self.covariance.double().cpu() * by_group[..., None] * by_group[:, :, None]
         variances, vectors = torch.linalg.eigh(covariance / self.tokens)
         basis = (vectors.transpose(2, 3).flip(2) * (1 << BASIS_BITS)).round().to(torch.int16)
         mean = self.total / self.tokens * weights.view(2, self.layers, channels)
@@ -89,7 +90,8 @@ def _turned_back(keys: torch.Tensor, turns: torch.Tensor, start: int, heads: int
     """K ``[L, T, C]`` before its rotary embedding."""
     if not turns.any():
         return keys
-    positions = torch.arange(start, start + keys.shape[1])
+    turns = turns.to(keys.device)
+    positions = torch.arange(start, start + keys.shape[1], device=keys.device)
     angle = (positions[:, None] * turns[:, None] & 0xFFFFFFFF).double() * (2 * math.pi / 2**32)
     cos, sin = angle.cos().float()[:, :, None], angle.sin().float()[:, :, None]
     a, b = keys.unflatten(2, (heads, 2, -1)).unbind(3)

@@ -58,7 +58,7 @@ class Collector:
             self.refusal = "the layers of this model hold K and V of different shapes"
             return
         # [L, 2, T, H, D] of the one sequence of the batch.
-        kv = torch.stack([torch.stack(keys), torch.stack(values)], 1)[:, :, 0].transpose(2, 3).cpu()
+        kv = torch.stack([torch.stack(keys), torch.stack(values)], 1)[:, :, 0].transpose(2, 3)
         layers, _, _, heads, size = kv.shape
         if self.statistics is None:
             together = group_layers(layers, heads * size, self._tokens, self._width)
@@ -71,7 +71,7 @@ class Collector:
             # The last chunk of the first samples: a position in the middle of a sequence.
             last = (number + 1) * CHUNK_TOKENS + CHUNK_TOKENS > kv.shape[2]
             if whole and last and len(self.kept) < self._keep:
-                self.kept.append(chunk.clone())
+                self.kept.append(chunk.to("cpu", copy=True))
             else:
                 self.statistics.add(chunk, number * CHUNK_TOKENS)
 
