@@ -108,7 +108,7 @@ def tiny_hybrid(path: Path, kind: str, seed: int = 0) -> Path:
             "num_local_experts": 0,
             "shared_intermediate_size": 256,
         },
-        "lfm2": {"block_auto_adjust_ff_dim": False},
+        "lfm2": {"block_auto_adjust_ff_dim": False, "conv_dim": 128},
     }[kind]
     config = CONFIG_MAPPING[kind](
         vocab_size=512,
@@ -123,4 +123,18 @@ def tiny_hybrid(path: Path, kind: str, seed: int = 0) -> Path:
     )
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def add_byte_tokenizer(path: Path) -> Path:
+    """A tokenizer of one token a byte, beside a checkpoint of at least 257 tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"</s>": 0} | {letter: i + 1 for i, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(path)
     return path
