@@ -34,7 +34,7 @@ class Statistics:
     """Sums over chunks, from which the transform follows. L layers, C channels a layer.
 
     turns: int64 [L, D / 2], rotary frequencies of each layer in 2^-32 turn a token.
-    group_layers: G, layers that are decorrelated together; divides L.
+    groups: of layers that are decorrelated together, equally large.
     """
 
     def __init__(self, turns: torch.Tensor, layers: int, heads: int, head_size: int, groups: int):
