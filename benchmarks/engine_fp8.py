@@ -1,6 +1,7 @@
 """FP8 pages in the real engine against its bf16 pages: nats a token on real text.
 
-    python benchmarks/engine_fp8.py [--model DIR] [--tokens 1024] [--texts 3] [--json FILE]
+    python benchmarks/engine_fp8.py [--model DIR] [--tokens 1024] [--texts 3]
+        [--models checkpoint rescaled] [--json FILE]
 
 Two models: the checkpoint, and the same one with K and V rescaled, differently by head, so that
 they do not fit FP8 at scale 1.0, while queries and the output projection make good for it: it
@@ -29,7 +30,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 IGNORED = 128
-K_POWERS, V_POWERS = (3, 9, 15), (6, 12, 18)
+MODELS = ("checkpoint", "rescaled")
+K_POWERS, V_POWERS = (2, 9, 18), (4, 11, 20)
 
 
 def nats(checkpoint: Path, prompts: list[list[int]], cache_dtype: str) -> Any:
@@ -117,6 +119,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, default=MODEL, help="checkpoint (%(default)s)")
     parser.add_argument("--tokens", type=int, default=1024, help="of each text (%(default)s)")
     parser.add_argument("--texts", type=int, default=3, help="that are measured (%(default)s)")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args(argv)
 
@@ -128,11 +131,12 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=args.model.parent) as folder:
         work = Path(folder)
         models = {
-            "the checkpoint": args.model,
+            "checkpoint": args.model,
             "rescaled": rescaled(args.model, work / "rescaled", K_POWERS, V_POWERS),
         }
         print(f"{'':<20}{'nats':>9}{'above':>10}{'std error':>10}")
-        for name, model in models.items():
+        for name in args.models:
+            model = models[name]
             print(name, flush=True)
             results[name] = measure(model, work / f"{model.name}-scales", ids[: args.texts], rest)
     if args.json:

@@ -45,6 +45,14 @@ CODECS = {
         *(({"level": "lossless"}, dtype) for dtype in DTYPES[1:]),
         *(({"level": "high"}, dtype) for dtype in (torch.float16, torch.float32)),
     ],
+    "fp8": [
+        *(({"level": level}, torch.bfloat16) for level in ("tensor", "head", "token_head")),
+        *(({}, dtype) for dtype in DTYPES[1:]),
+    ],
+    "kivi": [
+        *(({"level": level}, torch.bfloat16) for level in ("4bit", "k4v2", "2bit")),
+        *(({"level": "2bit"}, dtype) for dtype in DTYPES[1:]),
+    ],
 }
 SHAPES = [(1, 2, 1, 1, 64), (2, 2, 37, 2, 16), (3, 1, 64, 1, 40), (2, 2, 64, 2, 64)]
 INTERESTING = [0, 1, 2, 7, 15, 16, 31, 32, 63, 64, 127, 128, 255, 256, 1024, 4095, 4096, 65535]
