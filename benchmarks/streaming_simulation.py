@@ -93,15 +93,22 @@ class Outcome:
 
 
 def simulate(
-    trace: Trace, levels: Sequence[LevelSpeed], context: Context, deadline: float = math.inf
+    trace: Trace,
+    levels: Sequence[LevelSpeed],
+    context: Context,
+    deadline: float = math.inf,
+    known: bool = False,
 ) -> Outcome:
-    """Play one load: one fetch at a time, decoding beside it on one thread."""
+    """Play one load: one fetch at a time, decoding beside it on one thread. ``known`` says whether
+    an earlier load has measured the link as it is at the start."""
     speeds = Speeds([Prior(level.ratio, level.decode) for level in levels], threads=1)
     speeds.loads, speeds.recompute = 1, context.recompute
     chunks = [
         StreamChunk(context.tokens, context.raw_bytes, set(range(len(levels))))
         for _ in range(context.chunks)
     ]
+    if known:
+        speeds.link.fetched(trace.rate(0.0), -1.0, 0.0)
     stream = Stream(speeds, chunks, deadline, now=0.0)
     outcome = Outcome()
     decoding: list[tuple[float, int, int]] = []  # when done, chunk, level
@@ -115,7 +122,7 @@ def simulate(
     for place in range(context.chunks):
         decode_until(now)
         level = stream.choose(place, now)
-        outcome.bandwidths.append((now, speeds.link.bandwidth(now)))
+        outcome.bandwidths.append((now, speeds.link.bandwidth()))
         if level is None:
             break
         size = context.raw_bytes / levels[level].ratio

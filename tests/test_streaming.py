@@ -143,11 +143,18 @@ def test_a_crowd_shares_the_link_and_would_share_the_model():
     assert not streams[0].is_late(1, 2.5)
 
 
-def test_a_link_that_was_too_slow_is_tried_again_later():
-    link = Link()
-    link.fetched(0, 0.0, 5.0)
-    assert link.bandwidth(6.0) < 1.0
-    assert link.bandwidth(6.0 + STALE_SECONDS) == math.inf
+def test_a_link_that_was_too_slow_is_tried_again_later_with_the_smallest_level():
+    speeds = Speeds([Prior(1.0, 1e9), Prior(4.0, 1e9)], threads=1)
+    speeds.recompute = 1000.0
+    chunks = [StreamChunk(tokens=100, raw_bytes=1000, levels={0, 1}) for _ in range(4)]
+    assert Stream(speeds, chunks, math.inf, now=0.0).choose(0, 0.0) == 0  # nothing is known
+    speeds.link.fetched(0, 0.0, 5.0)
+    assert Stream(speeds, chunks, math.inf, now=6.0).choose(0, 6.0) is None
+    later = 6.0 + STALE_SECONDS
+    stream = Stream(speeds, chunks, math.inf, now=later)
+    assert stream.choose(0, later) == 1
+    speeds.link.fetched(250, later, later + 0.01)
+    assert stream.choose(1, later + 0.01) == 0  # what was measured before counts no more
 
 
 def test_fetches_at_once_add_up_to_the_bandwidth_that_they_share():
@@ -155,7 +162,7 @@ def test_fetches_at_once_add_up_to_the_bandwidth_that_they_share():
     link.fetched(100, 0.0, 2.0)
     link.fetched(100, 0.0, 2.0)
     link.fetched(200, 0.5, 4.0)
-    assert link.bandwidth(4.0) == pytest.approx(100.0)
+    assert link.bandwidth() == pytest.approx(100.0)
 
 
 def test_prefill_speed_is_that_of_long_steps_and_queued_steps_count_once():

@@ -20,7 +20,8 @@ SPEED_WINDOW = 8
 """Chunks, or steps of the model, that the other measured speeds cover."""
 
 STALE_SECONDS = 30.0
-"""How long a measured bandwidth counts. After that a chunk is risked to measure it anew."""
+"""How long a bandwidth is believed enough to fetch nothing. After that a chunk is risked, to
+measure it anew."""
 
 PATIENCE_SECONDS = 0.05
 """Delays up to this come from threads and not from the link; no load is given up for them."""
@@ -99,15 +100,19 @@ class Link:
         Of fetches at once each counts for the time since the one before it ended, so that all of
         them together give the bandwidth that they shared.
         """
+        if self.is_stale(started):
+            self._speed.forget()
         self._speed.add(size, now - max(started, self._last))
         self._last = now
 
-    def bandwidth(self, now: float) -> float:
+    def bandwidth(self) -> float:
         """Bytes a second, infinite while it is not known."""
-        if now - self._last > STALE_SECONDS:
-            self._speed.forget()
         value = self._speed.value
         return math.inf if value is None else max(value, 1e-3)
+
+    def is_stale(self, now: float) -> bool:
+        """Whether the bandwidth was measured too long ago to rely on, or never."""
+        return now - self._last > STALE_SECONDS
 
     def bandwidth_with(self, size: float, started: float, now: float) -> float:
         """What the bandwidth is at most if a fetch of so many bytes has not ended yet."""
@@ -216,7 +221,7 @@ class Stream:
     def choose(self, place: int, now: float) -> int | None:
         """The level to fetch chunk ``place`` at, or None to recompute it and all after it."""
         levels = sorted(self._chunks[place].levels)
-        bandwidth = self._speeds.link.bandwidth(now)
+        bandwidth = self._speeds.link.bandwidth()
         chosen = choose(
             [self._cost(level, place, bandwidth) for level in levels],
             len(self._chunks) - place,
@@ -224,7 +229,9 @@ class Stream:
             self._deadline - (now - self._started),
         )
         if chosen is None:
-            return None
+            if not self._speeds.link.is_stale(now):
+                return None
+            chosen = len(levels) - 1
         level = levels[chosen]
         self._asked[place] = (self._chunks[place].raw_bytes / self._ratio(level), now)
         return level
