@@ -74,11 +74,25 @@ class ValkeyStore(RemoteStore):
         self._pool.disconnect()
 
     def _contains(self, keys: list[bytes]) -> list[bool]:
+        # One write and as many answers; the client's pipeline takes three times as long over it.
+        size = len(self._prefix)
+        questions = b"".join(
+            b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b%b\r\n" % (size + len(key), self._prefix, key)
+            for key in keys
+        )
+        answers = []
         with _errors():
-            pipeline = self._client.pipeline(transaction=False)
-            for key in keys:
-                pipeline.exists(self._prefix + key)
-            return [bool(found) for found in pipeline.execute()]
+            with self._connection() as connection:
+                connection.send_packed_command([questions])
+                for _ in keys:
+                    try:
+                        answers.append(connection.read_response())
+                    except ResponseError as error:
+                        answers.append(error)
+            for answer in answers:
+                if isinstance(answer, ResponseError):
+                    raise answer
+        return [answer == 1 for answer in answers]
 
     def _get(self, key: bytes) -> bytes | None:
         name = self._prefix + key
