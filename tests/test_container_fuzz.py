@@ -37,6 +37,7 @@ SPARE_ADDRESS_SPACE = 256 << 20
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 CODECS = {
     "raw": [({}, dtype) for dtype in (*DTYPES, torch.uint8)],
+    "int8": [({}, dtype) for dtype in DTYPES],
     "cachegen": [
         *(
             ({"level": level}, torch.bfloat16)
