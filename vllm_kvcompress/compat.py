@@ -585,3 +585,10 @@ def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
         for name, layer in get_layers_from_vllm_config(vllm_config, Attention).items()
         if layer.attn_type == "decoder" and layer.kv_sharing_target_layer_name is None
     }
+
+
+def finish_stores(llm: Any) -> None:
+    """Step an engine of this process until every store that was submitted has been reported."""
+    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    while connector.has_pending_push_work():
+        llm.llm_engine.step()

@@ -11,16 +11,19 @@ from collections.abc import Sequence
 
 from vllm_kvcompress import __version__
 from vllm_kvcompress.cli import (
+    bench,
     calibrate,
     completion,
     doctor,
     estimate,
+    eval,
     inspect,
+    report,
     serve,
     version,
 )
 
-COMMANDS = (estimate, calibrate, serve, doctor, inspect, completion, version)
+COMMANDS = (estimate, calibrate, eval, bench, report, serve, doctor, inspect, completion, version)
 
 OK, NOT_GOOD, ERROR, INTERRUPTED = 0, 1, 2, 130
 

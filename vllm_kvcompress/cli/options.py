@@ -146,6 +146,17 @@ def _value(text: str) -> Any:
     return found if isinstance(found, int | float) else text
 
 
+def engine_options(text: str) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` from JSON. Raises ValueError for what is no object."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--engine {text}: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f'--engine {text}: write an object, such as {{"tensor_parallel_size": 2}}')
+    return found
+
+
 def human_size(count: float) -> str:
     """Bytes for a person, in powers of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB"):

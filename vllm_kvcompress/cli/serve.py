@@ -14,10 +14,8 @@ import argparse
 import json
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from vllm_kvcompress.cli.options import (
     add_kivi_options,
@@ -25,6 +23,7 @@ from vllm_kvcompress.cli.options import (
     kivi_settings,
     offload_settings,
 )
+from vllm_kvcompress.evaluation.server import vllm_path
 
 TRANSFER = "--kv-transfer-config"
 ADDITIONAL = "--additional-config"
@@ -53,15 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(vllm_path(), command)
-
-
-def vllm_path() -> str:
-    """The ``vllm`` command of this environment. Raises ValueError if there is none."""
-    beside = Path(sys.executable).with_name("vllm")
-    found = str(beside) if beside.is_file() else shutil.which("vllm")
-    if found is None:
-        raise ValueError("there is no vllm command; install vLLM 0.32.0 into this environment")
-    return found
 
 
 def vllm_command(arguments: argparse.Namespace) -> list[str]:

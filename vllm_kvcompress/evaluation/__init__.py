@@ -1,0 +1,1 @@
+"""What compression costs and gives on a model: quality, speed, and a report of both."""
