@@ -14,7 +14,7 @@ from vllm_kvcompress import cli
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return add_byte_tokenizer(tiny_llama(tmp_path_factory.mktemp("model")))
+    return add_byte_tokenizer(tiny_llama(tmp_path_factory.mktemp("model"), vocab_size=257))
 
 
 def run(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, dict]:

@@ -245,19 +245,19 @@ def scatter(
     x_told: str,
     y_told: str,
 ) -> str:
-    """Values over ``across``, numbered as in the list beside the chart."""
+    """Values over ``across``, a logarithmic scale, numbered as in the list beside the chart."""
     left, right, top, bottom = 52, width - 14, 12, 260
     heights = [v for p in points for v in (p.value, p.low, p.high) if v is not None]
     low, high = min([0.0, *heights]), max([0.0, *heights])
     pad = 0.06 * (high - low or 1)
     y = _Scale(low - pad, high + pad, bottom, top)
-    x = _Scale(0, max(across) * 1.06, left, right)
+    x = _Scale(min(across), max(across), left + 14, right - 14, logarithmic=True)
     parts = []
     for tick in ticks(low, high):
         parts.append(_line(left, y(tick), right, y(tick)))
         parts.append(_text(left - 6, y(tick) + 4, f"{tick:g}", "end", "soft"))
-    for tick in ticks(0, max(across), 8 if width >= LABELS_ASIDE else 4):
-        parts.append(_text(x(tick), bottom + 18, f"{tick:g}", "middle", "soft"))
+    for power in range(math.ceil(math.log2(min(across))), math.floor(math.log2(max(across))) + 1):
+        parts.append(_text(x(2.0**power), bottom + 18, f"{2.0**power:g}", "middle", "soft"))
     parts.append(_line(left, y(0), right, y(0), "soft"))
     parts.append(_text((left + right) / 2, bottom + 38, x_told, "middle", "soft"))
     parts.append(_text(12, (top + bottom) / 2, y_told, "middle", "soft", turn=True))

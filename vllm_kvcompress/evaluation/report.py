@@ -374,8 +374,11 @@ def rate_distortion(found: dict[str, Any]) -> Section | None:
                 ),
             )
         ],
-        [["", "setting", "bits and loss"]]
-        + [[str(i), p.label, p.told] for i, p in enumerate(points, 1)],
+        [["", "setting", "bits", "lost"]]
+        + [
+            [str(i), point.label, f"{bits:.2f}", f"{point.value:+.3f}"]
+            for i, (point, bits) in enumerate(zip(points, across, strict=True), 1)
+        ],
         [
             {"name": p.label, "bits": b, "nats": p.value}
             for p, b in zip(points, across, strict=True)

@@ -100,7 +100,8 @@ def figures(answers: Sequence[Answered], prompt_tokens: int, seconds: float) -> 
     """FIGURES of requests that took ``seconds`` in all, ``prompt_tokens`` of each."""
     tokens = sum(answer.tokens for answer in answers)
     further = [(one.whole - one.first) / (one.tokens - 1) for one in answers if one.tokens > 1]
-    gaps = [gap for answer in answers for gap in answer.gaps]
+    # A server that has several tokens ready sends them together, without a gap.
+    gaps = [gap for answer in answers for gap in answer.gaps] or further
     firsts = [answer.first for answer in answers]
     return {
         "ttft_ms": 1e3 * statistics.median(firsts),
