@@ -26,6 +26,9 @@ from typing import Any
 
 MODEL = Path(__file__).resolve().parent.parent / ".cache" / "smollm2-135m"
 
+ANSWER = 8
+"""Tokens of an answer about a pass key."""
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -176,7 +179,7 @@ def passkey(args: argparse.Namespace) -> dict[str, Any]:
                 f"\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
             )
             question = tokenizer("\n\nWhat is the pass key? The pass key is")
-            room = length - len(needle.input_ids) - len(question.input_ids) - 8
+            room = length - len(needle.input_ids) - len(question.input_ids) - ANSWER
             depth = round(room * (trial + 0.5) / args.trials)
             ids = filler[:depth] + needle.input_ids + filler[depth:room] + question.input_ids
             cases.append((length, depth / room, key, ids))
@@ -185,13 +188,13 @@ def passkey(args: argparse.Namespace) -> dict[str, Any]:
         with engine(
             args.model,
             name,
-            max_model_len=max(args.lengths) + 64,
+            max_model_len=max(args.lengths),
             max_num_seqs=4,
             max_num_batched_tokens=1024,
         ) as llm:
             outputs = llm.generate(
                 [{"prompt_token_ids": ids} for *_, ids in cases],
-                SamplingParams(temperature=0, max_tokens=8),
+                SamplingParams(temperature=0, max_tokens=ANSWER),
                 use_tqdm=False,
             )
         own = found[name] = [

@@ -159,12 +159,12 @@ def test_an_aborted_request_does_not_disturb_the_one_after_it(llama, gated):
         )
         for _ in range(3):
             llm_engine.step()
-        assert engine.worker._load_jobs
+        assert engine.worker._loads._loads
         llm_engine.abort_request(["aborted"])
         llm_engine.step()
         gates.reading_allowed.set()
         engine.settle()
-        assert not engine.worker._load_jobs
+        assert not engine.worker._loads._loads
         restored = engine.generate(text)[0]
         assert restored.cached == CHUNKS * CHUNK
         assert (restored.tokens, restored.logprobs) == (local.tokens, local.logprobs)
