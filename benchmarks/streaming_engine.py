@@ -97,6 +97,7 @@ class Bench:
     def settle(self) -> None:
         engine = self.llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
+        engine.step()  # gives out the stores of the request that has just ended
         while scheduler.connector.has_pending_push_work():
             engine.step()
 
@@ -123,17 +124,9 @@ class Bench:
 
 
 def measure(bench: Bench, repeats: int) -> dict[str, Any]:
-    from vllm_kvcompress.connector.fingerprint import split_blob_key
-
     recompute, tokens, _ = bench.first_token()
     print(f"recompute: {recompute:.1f} s for {len(bench.prompt)} tokens", flush=True)
     bench.settle()
-    sizes = {
-        level: sum(
-            len(blob) for key, blob in bench.link.blobs.items() if split_blob_key(key)[1] == number
-        )
-        for number, level in enumerate(LEVELS)
-    }
     local = statistics.median(bench.first_token()[0] for _ in range(3))
     rows = sweep(bench, repeats)
     for row in rows:
@@ -143,7 +136,6 @@ def measure(bench: Bench, repeats: int) -> dict[str, Any]:
         "chunks": bench.chunks,
         "recompute": recompute,
         "own_cache": local,
-        "blob_bytes": sizes,
         "rows": rows,
     }
 
@@ -314,6 +306,7 @@ def from_engine(arguments: argparse.Namespace) -> tuple[dict[str, Any], Blobs]:
     blobs: Blobs = {level: [] for level in LEVELS}
     for key, blob in bench.link.blobs.items():
         blobs[LEVELS[split_blob_key(key)[1]]].append(blob)
+    figures["blob_bytes"] = {level: sum(map(len, some)) for level, some in blobs.items()}
     return figures, blobs
 
 
