@@ -43,6 +43,7 @@ def calibrated(model_path: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_profile_makes_smaller_blobs_that_come_back(llama, tmp_path):
     offload = {"codec": "cachegen", "level": "medium", "stores": [MEMORY]}
     text = prompt(CHUNKS * CHUNK + BLOCK // 2)
