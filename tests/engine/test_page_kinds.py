@@ -25,9 +25,15 @@ def kivi(cache_dtype, **settings):
 KINDS = {
     "fp16": {"dtype": "float16"},
     "fp32": {"dtype": "float32"},
+    "fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
+    "fp8, a layer left out": {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1"]},
     "kivi_4bit": kivi("kivi_4bit"),
     "kivi_k4v2, preset kivi": kivi("kivi_k4v2", preset="kivi"),
     "kivi_2bit, a layer left out": {**kivi("kivi_2bit"), "kv_cache_dtype_skip_layers": ["1"]},
+    "kivi_2bit, a layer left out at fp8": {
+        **kivi("kivi_2bit", skip_dtype="fp8"),
+        "kv_cache_dtype_skip_layers": ["1"],
+    },
     "kivi_2bit, exact blocks, a layer left out": {
         **kivi("kivi_2bit", residual_length=512),
         "kv_cache_dtype_skip_layers": ["0"],
