@@ -312,6 +312,7 @@ def _write_profile(
         return
     say("fitting the codec profile")
     made = fit_profile(collector.statistics, max_positions, collector.kept)
+    _write_index(folder)
     save_file(files.arrays_of(made.transform), folder / files.TENSORS_NAME)
     _add_to_json(folder, {"cachegen": files.describe(made.transform, made.levels)})
     if files.load_profile(folder).digest != made.digest:
@@ -328,6 +329,21 @@ def _is_fast(device: str) -> bool:
         or torch.cpu._is_avx512_bf16_supported()
         or torch.cpu._is_amx_tile_supported()
     )
+
+
+def _write_index(folder: Path) -> None:
+    """Say which files hold the weights: vLLM would take every other one for weights as well."""
+    from safetensors import safe_open
+
+    path = folder / "model.safetensors.index.json"
+    if path.exists():
+        return
+    place, size = {}, 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            place |= dict.fromkeys(weights.keys(), file.name)
+        size += file.stat().st_size
+    path.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": place}, indent=1))
 
 
 def _add_to_json(folder: Path, content: dict[str, Any]) -> None:

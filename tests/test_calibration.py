@@ -298,6 +298,15 @@ def test_an_output_that_is_there_is_kept(tmp_path):
     assert (tmp_path / "out").is_dir()
 
 
+def test_the_index_names_the_weights_alone(tiny, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes())
+    oneshot._write_index(tmp_path)
+    save_file({"cachegen.scale": torch.ones(1)}, tmp_path / "kvcompress.safetensors")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {"model.safetensors"}
+    assert set(index["weight_map"]) == set(load_file(tmp_path / "model.safetensors"))
+
+
 @pytest.fixture
 def calibrating(tiny, text, tmp_path):
     """Start the script in its own environment on the small model."""
