@@ -8,13 +8,14 @@ from tests.engine.conftest import BLOCK, CHUNK, prompt, running_engine
 
 
 @pytest.mark.slow
-def test_a_compiled_model_restores_what_it_stored(llama):
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+def test_a_compiled_model_restores_what_it_stored(llama, cache_dtype):
     offload = {
         "codec": "cachegen",
         "level": "lossless",
         "stores": [{"type": "memory", "bytes": "64MiB"}],
     }
-    with running_engine(llama, offload, enforce_eager=False) as engine:
+    with running_engine(llama, offload, enforce_eager=False, kv_cache_dtype=cache_dtype) as engine:
         text = prompt(4 * CHUNK + BLOCK // 2)
         engine.generate(text)
         local = engine.generate(text)[0]
