@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import statistics as reference
@@ -315,6 +316,36 @@ def test_scores_of_lm_eval_are_read_by_task_and_metric():
         {"results": {"arc": {"alias": "arc", "acc,none": 0.5, "acc_stderr,none": 0.1, "n": True}}}
     )
     assert found == {"arc": {"acc": 0.5, "acc_stderr": 0.1}}
+
+
+FAKE_LM_EVAL = """
+import json, pathlib, sys
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if options["--tasks"] == "broken":
+    sys.exit("the task is broken")
+folder = pathlib.Path(options["--output_path"]) / "m"
+folder.mkdir(parents=True)
+scores = {"acc,none": float(options["--limit"])}
+results = {task: scores for task in options["--tasks"].split(",")}
+(folder / "results_1.json").write_text(json.dumps({"results": results, "options": options}))
+"""
+
+
+def test_lm_eval_is_run_against_the_server_and_its_results_are_read(tmp_path, monkeypatch):
+    package = tmp_path / "lm_eval"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(FAKE_LM_EVAL)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = SimpleNamespace(url="http://127.0.0.1:1", setting=parse_setting("fp8"))
+    out = tmp_path / "out"
+    found = harness.run(server, "folder", ["arc", "mmlu"], 7, out)
+    assert found == {"arc": {"acc": 7.0}, "mmlu": {"acc": 7.0}}
+    (written,) = out.rglob("results*.json")
+    given = json.loads(written.read_text())["options"]["--model_args"]
+    assert "base_url=http://127.0.0.1:1/v1/completions" in given and "tokenizer=folder" in given
+    with pytest.raises(RuntimeError, match="the task is broken"):
+        harness.run(server, "folder", ["broken"], 7, out)
 
 
 json_values = st.recursive(

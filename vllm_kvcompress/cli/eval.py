@@ -105,6 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, and judge."""
+    log_aside(arguments.verbose)
     chosen = settings.parse_settings(arguments.settings)
     tolerance = Tolerance(arguments.tolerance_nats, arguments.tolerance_answers)
     options = engine_options(arguments.engine)
@@ -122,8 +123,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.lm_eval and not harness.is_installed():
         raise ValueError(harness.MISSING)
     texts = read_texts(arguments.text)
-    if not arguments.verbose:
-        quieten()
     found = quality.evaluate(arguments.model, chosen, plan, texts, options)
     for setting, row in zip(chosen, found["settings"], strict=True):
         if setting.name != settings.BASE:
@@ -138,23 +137,28 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if verdicts & {FAILED, UNCLEAR} else 0
 
 
-def quieten() -> None:
-    """Let vLLM tell errors only, and none of them where results are printed."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+def log_aside(verbose: int) -> None:
+    """Keep vLLM's log out of the results, and let it tell errors only unless more was asked for."""
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    if not verbose:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def run_harness(arguments: argparse.Namespace, setting: settings.Setting) -> dict[str, Any]:
+    """Scores of lm-eval through a server. Raises ValueError where one of the two fails."""
     from vllm_kvcompress.evaluation import harness
     from vllm_kvcompress.evaluation.server import Server
 
+    print(f"lm-eval: {setting.name}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        with Server(arguments.model, setting, place / "store", place / "log") as server:
-            print(f"lm-eval: {setting.name}", file=sys.stderr, flush=True)
-            return harness.run(
-                server, arguments.model, arguments.lm_eval, arguments.limit, place / "results"
-            )
+        try:
+            with Server(arguments.model, setting, place / "store", place / "log") as server:
+                return harness.run(
+                    server, arguments.model, arguments.lm_eval, arguments.limit, place / "results"
+                )
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
 
 
 def print_eval(found: Mapping[str, Any]) -> None:

@@ -183,7 +183,7 @@ def evaluate(
     """
     from transformers import AutoTokenizer
 
-    layers = ModelLayers.read(model, "auto")
+    layers = ModelLayers.read(model, options.get("dtype", "auto"))
     if plan.max_model_len > layers.max_model_len:
         raise ValueError(
             f"the model takes {layers.max_model_len} tokens, and {plan.max_model_len} are asked "

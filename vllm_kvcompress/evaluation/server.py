@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -99,9 +100,13 @@ class Server:
 
     def _cause(self) -> str:
         """The first error in the log, which is that of the process that failed."""
-        lines = self.log.read_text(errors="replace").splitlines() or ["it said nothing"]
+        text = self.log.read_text(errors="replace")
+        # pydantic tells the reason of a ValidationError in the line below.
+        reason = re.search(r"Value error, (.+?)(?: \[type=.*)?$", text, flags=re.M)
+        lines = text.splitlines() or ["it said nothing"]
         errors = [line for line in lines if "Error: " in line]
-        return f"{(errors or lines[-1:])[0].strip()} (log: {self.log})"
+        found = reason[1] if reason else (errors or lines[-1:])[0].strip()
+        return f"{found} (log: {self.log})"
 
     def _stop(self) -> None:
         """End the server and the processes of its group, gently first."""
