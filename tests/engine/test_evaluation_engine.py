@@ -30,6 +30,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 def test_eval_reads_history_compressed_and_judges(model, capsys):
     status, found = run(
         capsys,
@@ -61,7 +62,7 @@ def test_eval_of_a_codec_without_loss_differs_from_the_engine_by_rounding(model,
     assert status == 0
 
 
-def test_eval_tells_a_setting_that_the_engine_refuses_and_fails(model, capsys):
+def test_eval_tells_a_setting_that_the_model_cannot_have_and_fails(model, capsys):
     status, found = run(
         capsys,
         *("eval", model, "--settings", "kivi_2bit,skip_layers=99", "--tasks", "perplexity"),

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm_kvcompress.cli.options import log_aside
 from vllm_kvcompress.evaluation import settings
 
 
@@ -33,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["kivi_2bit", "offload:cachegen/high"],
         metavar="SETTING",
-        help=f"what is compared with the model's own dtype: {settings.FORM} "
-        "(kivi_2bit offload:cachegen/high)",
+        help=f"what is compared with the model's own dtype: {settings.FORM}; default: kivi_2bit "
+        "offload:cachegen/high",
     )
     parser.add_argument(
         "--text",
@@ -76,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Raises ValueError for a server that does not start or answer."""
+    log_aside(arguments.verbose)
     chosen = settings.parse_settings(arguments.settings)
 
     from vllm_kvcompress import compat

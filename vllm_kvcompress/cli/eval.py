@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_kvcompress.cli.options import engine_options
+from vllm_kvcompress.cli.options import engine_options, log_aside
 from vllm_kvcompress.evaluation import settings
 from vllm_kvcompress.evaluation.verdict import FAILED, UNCLEAR, Tolerance, judge
 
@@ -37,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=list(settings.DEFAULT),
         metavar="SETTING",
-        help=f"what is compared with the model's own dtype: {settings.FORM}, or all "
-        f"({' '.join(settings.DEFAULT)})",
+        help=f"what is compared with the model's own dtype: {settings.FORM}; all: every kind and "
+        f"level; default: {' '.join(settings.DEFAULT)}",
     )
     parser.add_argument(
         "--text",
@@ -135,13 +134,6 @@ def run(arguments: argparse.Namespace) -> int:
         print_eval(found)
     verdicts = {row.get("verdict") for row in found["settings"]}
     return 1 if verdicts & {FAILED, UNCLEAR} else 0
-
-
-def log_aside(verbose: int) -> None:
-    """Keep vLLM's log out of the results, and let it tell errors only unless more was asked for."""
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    if not verbose:
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def run_harness(arguments: argparse.Namespace, setting: settings.Setting) -> dict[str, Any]:

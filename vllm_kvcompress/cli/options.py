@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -155,6 +156,13 @@ def engine_options(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f'--engine {text}: write an object, such as {{"tensor_parallel_size": 2}}')
     return found
+
+
+def log_aside(verbose: int) -> None:
+    """Keep vLLM's log out of the results, and let it tell errors only unless more was asked for."""
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    if not verbose:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def human_size(count: float) -> str:

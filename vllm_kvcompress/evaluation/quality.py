@@ -192,10 +192,13 @@ def evaluate(
     tokenizer = AutoTokenizer.from_pretrained(model)
     inputs = Inputs.make(plan, tokenizer, texts)
     measured: dict[str, Measured] = {}
-    rows = []
-    for number, setting in enumerate(settings):
-        row = describe(setting, layers)
-        rows.append(row)
+    rows = [describe(setting, layers) for setting in settings]
+    if "refused" in rows[0]:
+        raise ValueError(f"setting {settings[0].name}: {rows[0]['refused']}")
+    for number, (setting, row) in enumerate(zip(settings, rows, strict=True)):
+        if "refused" in row:
+            tell(f"{number + 1}/{len(settings)} {setting.name}: {row['refused']}")
+            continue
         started = time.monotonic()
         base = measured.get(settings[0].name)
         try:
@@ -227,13 +230,16 @@ def evaluate(
 
 
 def describe(setting: Setting, layers: ModelLayers) -> dict[str, Any]:
-    """What a setting is, and the bits a value of its pages."""
+    """What a setting is, and the bits a value of its pages; why, if the model cannot have them."""
     row = {key: value for key, value in asdict(setting).items() if value not in (None, {}, ())}
     kivi = KiviSettings.parse({"kvcompress": {"kivi": setting.kivi}})
     cache = capacity.CacheOptions(setting.cache_dtype, kivi, setting.skip_layers)
     engine = capacity.EngineOptions(device="cpu" if compat.is_cpu() else "cuda")
-    planned = capacity.plan(layers, engine, cache)
-    row["bits_per_value"] = 8 * planned.token_bytes() / planned.values()
+    try:
+        planned = capacity.plan(layers, engine, cache)
+        row["bits_per_value"] = 8 * planned.token_bytes() / planned.values()
+    except ValueError as error:
+        row["refused"] = str(error)
     return row
 
 
