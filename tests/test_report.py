@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from tests.test_capacity import SMOLLM2
 from vllm_kvcompress import cli
+from vllm_kvcompress.cli.bench import print_bench
+from vllm_kvcompress.cli.eval import print_eval
 from vllm_kvcompress.evaluation import charts, report, speed
 from vllm_kvcompress.evaluation.quality import Inputs, Measured, summary
 from vllm_kvcompress.evaluation.tasks import Question
@@ -47,7 +49,7 @@ def timings() -> dict:
     return {
         "kind": "bench",
         "model": "m",
-        "load": {"rounds": 3},
+        "load": {"rounds": 3, "requests": 1, "output_tokens": 8},
         "settings": ["auto", "offload:raw"],
         "rows": speed.rows(runs, "auto"),
     }
@@ -91,6 +93,16 @@ def test_names_in_the_files_are_text_in_the_page(files, tmp_path):
     html = out.read_text()
     assert "a<b>" not in html and "a&lt;b&gt;&amp;" in html
     assert "for GPUs &lt;only&gt;" in html
+
+
+def test_eval_and_bench_print_tables_that_a_person_can_read(capsys):
+    print_eval(evaluation())
+    print_bench(timings())
+    out = capsys.readouterr().out
+    assert re.search(r"kivi_2bit +2\.80 +\+0\.010 ± 0\.000 +2/2 +2/2 +100% +passed", out)
+    assert re.search(r"nvfp4 +for GPUs", out)
+    assert re.search(r"offload:raw +restored +12 ms +1\.10 \[1\.10, 1\.10\]", out)
+    assert max(map(len, out.splitlines())) <= 110
 
 
 def test_the_findings_stand_at_the_top(files, tmp_path):
