@@ -246,7 +246,7 @@ def scatter(
     y_told: str,
 ) -> str:
     """Values over ``across``, a logarithmic scale, numbered as in the list beside the chart."""
-    left, right, top, bottom = 52, width - 14, 12, 260
+    left, right, top, bottom = 68, width - 14, 12, 260
     heights = [v for p in points for v in (p.value, p.low, p.high) if v is not None]
     low, high = min([0.0, *heights]), max([0.0, *heights])
     pad = 0.06 * (high - low or 1)
