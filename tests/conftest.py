@@ -20,6 +20,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """What a command tells vLLM in its own process must not reach the next test."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+    yield
+    for name in [name for name in os.environ if name.startswith("VLLM_")]:
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The checkpoint of SmolLM2-135M-Instruct that `make setup` makes."""

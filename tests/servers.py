@@ -139,6 +139,8 @@ def object_server(folder: Path) -> Iterator[str]:
         *(f"-s3.port={s3}", f"-s3.config={folder / 's3.json'}", f"-master.port={master}"),
         *(f"-volume.port={volume}", f"-filer.port={filer}", "-master.volumeSizeLimitMB=64"),
         *("-volume.max=20", "-master.telemetry=false"),
+        # Ports of its own that nobody asked for would be the same for every server.
+        *("-s3.port.iceberg=0", "-s3.port.lance=0"),
     ]
     with (folder / "weed.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)

@@ -144,7 +144,7 @@ def test_threads_share_an_instance():
 
 def test_unknown_codecs_and_settings_are_named():
     assert "raw" in codec_names()
-    with pytest.raises(ValueError, match="codec 'zip' is unknown; choose from cachegen, raw"):
+    with pytest.raises(ValueError, match=r"codec 'zip' is unknown; choose from cachegen, .*raw"):
         create_codec("zip")
     with pytest.raises(ValueError, match="codec 'raw' has no setting 'level'; it has no settings"):
         create_codec("raw", level="high")
