@@ -32,17 +32,18 @@ def check_config(vllm_config: VllmConfig) -> None:
     settings = KiviSettings.parse(vllm_config.additional_config)
     Fp8Settings.parse(vllm_config.additional_config)
     cache_dtype = vllm_config.cache_config.cache_dtype
-    _check_dtype(vllm_config, cache_dtype)
-    audit_metrics.serve(vllm_config.instance_id)
     if cache_dtype in KIVI_DTYPES:
         _check_kivi(vllm_config, cache_dtype, settings)
-    elif (vllm_config.additional_config or {}).get("kvcompress", {}).get("kivi"):
-        logger.warning(
-            "additional_config: kvcompress.kivi changes nothing, as kv_cache_dtype is %s; "
-            "choose from %s",
-            cache_dtype,
-            ", ".join(KIVI_DTYPES),
-        )
+    else:
+        _check_dtype(vllm_config, cache_dtype)
+        if (vllm_config.additional_config or {}).get("kvcompress", {}).get("kivi"):
+            logger.warning(
+                "additional_config: kvcompress.kivi changes nothing, as kv_cache_dtype is %s; "
+                "choose from %s",
+                cache_dtype,
+                ", ".join(KIVI_DTYPES),
+            )
+    audit_metrics.serve(vllm_config.instance_id)
 
 
 def _apply_in_place(vllm_config: VllmConfig) -> None:
@@ -52,7 +53,7 @@ def _apply_in_place(vllm_config: VllmConfig) -> None:
     wanted = (transfer.kv_connector_extra_config or {}).get(IN_PLACE)
     if wanted is None:
         return
-    if wanted not in KIVI_DTYPES:
+    if not isinstance(wanted, str) or wanted not in KIVI_DTYPES:
         raise ValueError(
             f"kv_connector_extra_config: {IN_PLACE} is {wanted!r}; "
             f"choose from {', '.join(KIVI_DTYPES)}"
@@ -89,6 +90,23 @@ def _check_skip_layers(vllm_config: VllmConfig) -> None:
                 f"kv_cache_dtype_skip_layers: there is no layer {entry!r}; this model has layers "
                 f"0 to {(layers or 1) - 1}"
             )
+
+
+def _all_layers_skipped(vllm_config: VllmConfig) -> bool:
+    cache, text_config = vllm_config.cache_config, vllm_config.model_config.hf_text_config
+    entries = cache.kv_cache_dtype_skip_layers or ()
+    layers = getattr(text_config, "num_hidden_layers", None) or 0
+    kinds = getattr(text_config, "layer_types", None) or ()
+    left_out = {int(entry) for entry in entries if entry != SLIDING_WINDOW}
+    if SLIDING_WINDOW in entries:
+        # vLLM sets this where all layers have a window.
+        everywhere = cache.sliding_window is not None
+        left_out |= {
+            i
+            for i in range(layers)
+            if everywhere or (i < len(kinds) and "sliding" in str(kinds[i]))
+        }
+    return layers > 0 and len(left_out) == layers
 
 
 def _check_dtype(vllm_config: VllmConfig, cache_dtype: str) -> None:
@@ -129,6 +147,7 @@ def _check_kivi(vllm_config: VllmConfig, cache_dtype: str, settings: KiviSetting
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
     drafts = 0 if speculative is None else speculative.num_speculative_tokens or 0
+    drafting = speculative is not None and speculative.uses_draft_kv_cache()
     for refused, what in (
         (model.use_mla, "multi-head latent attention (MLA)"),
         (model.is_hybrid, "models with Mamba or other state layers"),
@@ -138,6 +157,8 @@ def _check_kivi(vllm_config: VllmConfig, cache_dtype: str, settings: KiviSetting
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (parallel.use_ubatching, "microbatches (dual batch overlap)"),
         (model.dtype not in DTYPES, f"models in {model.dtype}"),
+        # Target and draft take their steps apart from each other, in one residual pool.
+        (drafting, "draft models and draft layers; speculate with the method ngram or suffix"),
         (
             settings.residual_length < drafts + 1,
             f"{drafts} speculative tokens with kvcompress.kivi residual_length "
@@ -146,6 +167,11 @@ def _check_kivi(vllm_config: VllmConfig, cache_dtype: str, settings: KiviSetting
     ):
         if refused:
             raise ValueError(f"kv_cache_dtype {cache_dtype} does not support {what}")
+    if _all_layers_skipped(vllm_config):
+        raise ValueError(
+            f"kv_cache_dtype {cache_dtype}: kv_cache_dtype_skip_layers leaves out every layer of "
+            "this model; name fewer, or leave kv_cache_dtype away"
+        )
     if settings.skip_dtype != "auto":
         where = f"additional_config: kvcompress.kivi: skip_dtype is {settings.skip_dtype}"
         if not cache.kv_cache_dtype_skip_layers:
