@@ -66,6 +66,20 @@ def test_a_lossless_codec_gives_back_what_the_pages_held(llama, kind):
     assert (restored.tokens, restored.logprobs) == (local.tokens, local.logprobs)
 
 
+@pytest.mark.parametrize("residual", [8, 512], ids=["packed", "exact"])
+def test_residual_pools_of_one_cache_group_give_back_what_all_of_them_held(gemma3, residual):
+    """Without several cache groups, layers with a window and without one still are planned apart,
+    each kind with its own pool."""
+    restored, local = restored_equals_local(
+        gemma3,
+        LOSSLESS,
+        **kivi("kivi_2bit", residual_length=residual),
+        kv_cache_dtype_skip_layers=["0"],
+        disable_hybrid_kv_cache_manager=True,
+    )
+    assert (restored.tokens, restored.logprobs) == (local.tokens, local.logprobs)
+
+
 @pytest.mark.parametrize("level", ["lossless", "high"])
 def test_latents_of_mla_are_stored_and_restored(tmp_path, level):
     from tests.engine.models import tiny_deepseek

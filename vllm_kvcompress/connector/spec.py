@@ -167,9 +167,7 @@ class KVCompressSpec(OffloadingSpec):
         for part in parts:
             own = [pages[place][:, : part.page_bytes] for place in part.places]
             if part.packed:
-                layer = compat.attention_layer(self.vllm_config, part.layer_names[0])
-                exact_codec = create_codec("cachegen", level="lossless")
-                groups.append(PackedGroup(part.group_id, layer.impl.group, own, exact_codec))
+                groups += self._packed_groups(part, own)
             else:
                 groups.append(PlainGroup(part.group_id, self._layouts[part], own))
         group = groups[0] if len(groups) == 1 else MixedGroup(groups)
@@ -180,6 +178,19 @@ class KVCompressSpec(OffloadingSpec):
                 f"and one chunk takes {chunk_bytes}; nothing would ever be stored"
             )
         return group
+
+    def _packed_groups(
+        self, part: compat.GroupSpec, pages: Sequence[torch.Tensor]
+    ) -> list[CacheGroup]:
+        """One for each residual pool: vLLM plans layers of other windows or query heads apart."""
+        of_pool: dict[int, PackedGroup] = {}
+        for name, page in zip(part.layer_names, pages, strict=True):
+            pooled = compat.attention_layer(self.vllm_config, name).impl.group
+            if id(pooled) not in of_pool:
+                exact_codec = create_codec("cachegen", level="lossless")
+                of_pool[id(pooled)] = PackedGroup(part.group_id, pooled, [], exact_codec)
+            of_pool[id(pooled)].pages.append(page)
+        return list(of_pool.values())
 
     def _refuse_levels(self) -> None:
         raise ValueError(
