@@ -384,12 +384,12 @@ def _wrap_in_worker(name: str, wrap: Callable[[Any], Any]) -> None:
 
 
 def on_layer(
-    dtype_of: Callable[[VllmConfig, str, int | None], str | None], built: Callable[[], None]
+    dtype_of: Callable[[VllmConfig, str, int | None], str | None], built: Callable[[Any], None]
 ) -> None:
     """Let ``dtype_of`` choose the ``kv_cache_dtype`` of single attention layers.
 
     It gets the configuration, the layer's name and its sliding window, and returns a dtype, or None
-    for what vLLM would do. ``built`` is called after each layer, in its worker.
+    for what vLLM would do. ``built`` is called with each layer, in its worker.
     """
     from vllm.model_executor.layers.attention import Attention
 
@@ -413,7 +413,7 @@ def on_layer(
                 bound.arguments["cache_config"] = cache
         original(*bound.args, **bound.kwargs)
         _give_cpu_builders_their_dtype()
-        built()
+        built(self)
 
     __init__._kvcompress = True
     Attention.__init__ = __init__

@@ -133,6 +133,7 @@ def test_in_place_equals_the_flag(llama, cache_dtype):
         ({"kv_transfer_config": transfer(in_place="kivi_4bit")}, ["in_place", "kivi_4bit"]),
         ({"kv_transfer_config": transfer(in_place="fp8")}, ["in_place", "'fp8'", "kivi_2bit"]),
         ({"kv_transfer_config": transfer(in_place=2)}, ["in_place", "2"]),
+        ({"kv_transfer_config": transfer(in_place=["kivi_2bit"])}, ["in_place", "['kivi_2bit']"]),
         (
             {"kv_cache_dtype": "fp8", "kv_transfer_config": transfer(in_place="kivi_2bit")},
             ["in_place", "kivi_2bit", "--kv-cache-dtype", "fp8"],
@@ -144,6 +145,10 @@ def test_in_place_equals_the_flag(llama, cache_dtype):
         (
             {"kv_cache_dtype_skip_layers": ["sliding_window"]},
             ["kv_cache_dtype_skip_layers", "sliding_window"],
+        ),
+        (
+            {"kv_cache_dtype_skip_layers": ["1", "0"]},
+            ["kv_cache_dtype_skip_layers", "leaves out every layer"],
         ),
         (
             {"additional_config": kivi(skip_dtype="fp8")},
@@ -189,6 +194,34 @@ def test_without_a_block_size_one_is_found_that_the_group_divides(llama):
     config = configured(llama, additional_config=kivi(group_size=128))
     block = config.cache_config.block_size
     assert not config.cache_config.user_specified_block_size or block % 128 == 0
+
+
+def test_windows_and_numbers_that_leave_out_every_layer_are_refused(gemma3):
+    with pytest.raises(ValueError, match="leaves out every layer"):
+        configured(gemma3, kv_cache_dtype_skip_layers=["sliding_window", "2", "6"])
+
+
+def test_a_model_of_windows_only_cannot_leave_them_out(tmp_path):
+    from tests.engine.models import tiny_llama
+
+    model = tiny_llama(tmp_path)
+    config = model / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "sliding_window": 96}))
+    with pytest.raises(ValueError, match="leaves out every layer"):
+        configured(model, kv_cache_dtype_skip_layers=["sliding_window"])
+
+
+def test_a_draft_with_a_cache_of_its_own_is_refused_by_name(llama):
+    """A group's layers share the plan of a step, and the draft's steps are others."""
+    with pytest.raises(ValueError, match=r"does not support draft models .* ngram"):
+        configured(
+            llama,
+            speculative_config={
+                "method": "draft_model",
+                "model": str(llama),
+                "num_speculative_tokens": 2,
+            },
+        )
 
 
 def saved(config: Any, path: Path, architecture: str) -> Path:
@@ -310,6 +343,41 @@ def test_a_model_whose_layers_share_a_cache_is_refused_by_name(tmp_path):
         ),
     ):
         pass
+
+
+def test_a_kind_of_attention_that_attends_otherwise_is_refused_by_name(llama, monkeypatch):
+    """It derives its backend from the selected one, whose builder then gets other sequences, or is
+    to attend to later tokens."""
+    from vllm.model_executor.layers.attention import prefill_prefix_lm_attention as prefix_lm
+    from vllm.model_executor.models import llama as model
+
+    monkeypatch.setattr(model, "Attention", prefix_lm.PrefillPrefixLMAttention)
+    with (
+        pytest.raises(ValueError, match=r"kivi_2bit: .*layers\.0\..* PrefillPrefixLMAttention"),
+        running_engine(
+            llama,
+            None,
+            kv_cache_dtype="kivi_2bit",
+            additional_config=kivi(group_size=32),
+        ),
+    ):
+        pass
+
+
+def test_pages_that_are_padded_to_those_of_other_layers_are_told(gemma3, monkeypatch):
+    from vllm_kvcompress.attention import kivi as backend
+
+    said = []
+    monkeypatch.setattr(
+        backend.logger, "warning_once", lambda text, *values: said.append(text % values)
+    )
+    settings = {"kv_cache_dtype": "kivi_2bit", "additional_config": kivi(group_size=32)}
+    with running_engine(gemma3, None, **settings):
+        pass
+    assert not said
+    with running_engine(gemma3, None, kv_cache_dtype_skip_layers=["2"], **settings):
+        pass
+    assert said and all("kv_cache_dtype_skip_layers" in line for line in said)
 
 
 def test_a_pool_that_holds_no_block_is_refused_by_name(llama):

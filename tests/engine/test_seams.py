@@ -100,6 +100,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     ),
     "on_layer": (
         f"{ATTENTION}:Attention.__init__(cache_config, prefix, per_layer_sliding_window)",
+        f"{ATTENTION}:Attention ~ self.attn_backend",
         "vllm.config.cache:CacheConfig ~ sliding_window:",
         "vllm.config.cache:CacheConfig ~ kv_cache_dtype_skip_layers:",
         f"{CPU_ATTENTION}:CPUAttentionMetadataBuilder.__init__"

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(compat.LOGGER_NAME)
 
+MUCH_PADDING = 1.25
+"""A block that is so much larger than its page is worth a warning."""
+
 
 class KiviBackend(AttentionBackend):
     """Chosen for the layers whose ``kv_cache_dtype`` is one of ours."""
@@ -156,6 +159,16 @@ class KiviMetadataBuilder(AttentionMetadataBuilder[KiviMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = [compat.attention_layer(vllm_config, name) for name in layer_names]
         self._group = PooledGroup.of(layers, kv_cache_spec.block_size, vllm_config)
+        own, taken = kv_cache_spec.unpadded_page_size_bytes, kv_cache_spec.page_size_bytes
+        if taken > MUCH_PADDING * own:
+            logger.warning_once(
+                "KIVI pages of %s fill %d bytes of blocks of %d, as vLLM makes the blocks of all "
+                "cache groups equally large; with fewer layers left out "
+                "(kv_cache_dtype_skip_layers) more tokens fit",
+                ", ".join(layer_names),
+                own,
+                taken,
+            )
         implementation(device).warm_up()
 
     def build(

@@ -37,6 +37,22 @@ def attention_backend(config: Any, default: Callable[[Any], str]) -> str:
         return folding.path_of(parent)
 
 
+def check_layer(layer: Any) -> None:
+    """Refuse KIVI pages for a layer whose model does not leave the backend to vLLM's selector.
+
+    Some kinds of attention derive a backend from the selected one that attends to other sequences,
+    or to later tokens, and some models bring one that would take our bytes for values. Raises
+    ValueError.
+    """
+    dtype, backend = layer.kv_cache_dtype, layer.attn_backend
+    name, *derived_from = (f"{base.__module__}.{base.__qualname__}" for base in backend.__mro__)
+    if KIVI_BACKEND in derived_from or (dtype in KIVI_DTYPES and name != KIVI_BACKEND):
+        raise ValueError(
+            f"kv_cache_dtype {dtype}: {layer.layer_name} is a {type(layer).__name__} on "
+            f"{backend.__name__}, which KIVI pages do not support; choose another kv_cache_dtype"
+        )
+
+
 def _refuse(config: Any, reason: str | None) -> None:
     if reason:
         raise ValueError(f"kv_cache_dtype {config.kv_cache_dtype}: {reason}")
