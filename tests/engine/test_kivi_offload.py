@@ -86,6 +86,7 @@ def test_exact_blocks_that_the_pool_has_no_room_for_come_back_packed(llama):
         assert not engine.metrics().get("load_failures")
 
 
+@pytest.mark.slow
 def test_other_kivi_settings_share_nothing(llama, tmp_path):
     path = str(tmp_path / "store")
     stores = {"chunk_tokens": 64, "stores": [{"type": "disk", "path": path, "bytes": "64MiB"}]}
