@@ -52,6 +52,7 @@ def test_eval_reads_history_compressed_and_judges(model, capsys):
     assert status == int("unclear" in {packed["verdict"], offloaded["verdict"]})
 
 
+@pytest.mark.slow
 def test_eval_of_a_codec_without_loss_differs_from_the_engine_by_rounding(model, capsys):
     status, found = run(
         capsys,

@@ -393,6 +393,7 @@ def test_a_pool_that_holds_no_block_is_refused_by_name(llama):
         pass
 
 
+@pytest.mark.slow
 def test_a_server_with_a_wrong_setting_ends_with_a_line_that_names_it(llama):
     run = subprocess.run(
         [
