@@ -20,6 +20,9 @@ class Codec(ABC):
     name: ClassVar[str]
     """The codec's name in the registry and in the header of its blobs."""
 
+    level: str = ""
+    """The level of this instance, empty for a codec that has none."""
+
     max_decoded_bytes: int = DEFAULT_MAX_DECODED_BYTES
     """The largest tensor in bytes that this instance encodes, or decodes a blob to."""
 
@@ -59,6 +62,18 @@ class Codec(ABC):
         Codec, version of its format, level and digest of its profile: blobs of two instances may
         stand for each other only where their keys are equal.
         """
+
+    def header(self, kv: torch.Tensor, fingerprint: bytes, version: int, **more: Any) -> Header:
+        """The header of a chunk's blob; ``more`` are fields beyond those that every codec has."""
+        return Header(
+            codec=self.name,
+            level=self.level,
+            dtype=kv.dtype,
+            shape=tuple(kv.shape),
+            fingerprint=fingerprint,
+            codec_version=version,
+            **more,
+        )
 
     def check_input(self, kv: torch.Tensor) -> None:
         """Raise ValueError unless ``kv`` is a chunk of five non-empty axes within the limit."""

@@ -99,15 +99,7 @@ class CacheGenCodec(Codec):
             ]
             turns = estimate_turns(source[:, 0]) if any(q.rotary for q in quantisers) else None
             coded = [fmt.pack_turns(turns), *kernels.encode(stripes, quantisers, turns)]
-        header = Header(
-            codec=self.name,
-            level=self.level,
-            dtype=kv.dtype,
-            shape=tuple(kv.shape),
-            fingerprint=fingerprint,
-            profile_digest=digest,
-            codec_version=fmt.CODEC_VERSION,
-        )
+        header = self.header(kv, fingerprint, fmt.CODEC_VERSION, profile_digest=digest)
         first, *sections = coded
         return container.pack(header, [first, fmt.pack_sinks(sinks, rows), *sections])
 

@@ -52,14 +52,7 @@ class Fp8Codec(Codec):
             raise ValueError(
                 f"kv has dtype {kv.dtype}; fp8 takes bfloat16, float16, float32 and FP8"
             )
-        header = Header(
-            codec=self.name,
-            level=self.level,
-            dtype=kv.dtype,
-            shape=tuple(kv.shape),
-            fingerprint=fingerprint,
-            codec_version=CODEC_VERSION,
-        )
+        header = self.header(kv, fingerprint, CODEC_VERSION)
         with torch_on_this_thread():
             return container.pack(header, self._sections(kv.detach()))
 

@@ -50,14 +50,7 @@ class Int8Codec(Codec):
                 places = (~flat.isfinite()).nonzero().view(-1)
             positions = places.cpu().numpy().astype("<u4").view(np.uint8)
             sections = [_bytes(scales), _bytes(codes), positions, _bytes(flat[places])]
-        header = Header(
-            codec=self.name,
-            level="",
-            dtype=kv.dtype,
-            shape=tuple(kv.shape),
-            fingerprint=fingerprint,
-            codec_version=CODEC_VERSION,
-        )
+        header = self.header(kv, fingerprint, CODEC_VERSION)
         return container.pack(header, sections)
 
     def decode(

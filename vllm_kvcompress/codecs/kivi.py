@@ -56,14 +56,7 @@ class KiviCodec(Codec):
             raise ValueError(
                 f"kv has dtype {kv.dtype}; kivi takes bfloat16, float16, float32 and FP8"
             )
-        header = Header(
-            codec=self.name,
-            level=self.level,
-            dtype=kv.dtype,
-            shape=tuple(kv.shape),
-            fingerprint=fingerprint,
-            codec_version=CODEC_VERSION,
-        )
+        header = self.header(kv, fingerprint, CODEC_VERSION)
         kv = kv.detach()
         paged = kv.dtype in DTYPES and kv.shape[1] == 2 and kv.shape[4] in HEAD_SIZES
         if not paged or not bool(kv.isfinite().all()):

@@ -23,14 +23,7 @@ class RawCodec(Codec):
         self.check_input(kv)
         if kv.dtype not in DTYPE_CODES:
             raise ValueError(f"kv has dtype {kv.dtype}; the container has no code for it")
-        header = Header(
-            codec=self.name,
-            level="",
-            dtype=kv.dtype,
-            shape=tuple(kv.shape),
-            fingerprint=fingerprint,
-            codec_version=CODEC_VERSION,
-        )
+        header = self.header(kv, fingerprint, CODEC_VERSION)
         return container.pack(header, [_as_bytes(kv.detach().cpu().contiguous()).numpy()])
 
     def decode(

@@ -136,7 +136,7 @@ class KVCompressSpec(OffloadingSpec):
         return ChunkWorker(
             groups,
             blocks_per_chunk=self.blocks_per_chunk,
-            levels=[Level(getattr(codec, "level", codec.name), codec) for codec in self.codecs],
+            levels=[Level(codec.level or codec.name, codec) for codec in self.codecs],
             stores=create_stack(self.settings.stores, write_back=self.settings.write_back),
             rank=self.config.parallel.rank,
             threads=self.settings.threads,
@@ -234,7 +234,7 @@ def _log_setup(spec: KVCompressSpec, stack: StoreStack) -> None:
         + (f" of {stats.capacity_bytes / 2**20:.0f} MiB" if stats.capacity_bytes else "")
         for stats in (store.stats() for store in stack.stores)
     )
-    levels = [getattr(codec, "level", codec.name) for codec in spec.codecs]
+    levels = [codec.level or codec.name for codec in spec.codecs]
     names = dict.fromkeys(codec.name for codec in spec.codecs)
     logger.info(
         "KV offload: codec %s%s, chunks of %s tokens, %d threads, stores: %s",
