@@ -25,13 +25,12 @@ from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
 from vllm_kvcompress.calibration.dump import cache_to_kv, load_model, prefill, tokenize
+from vllm_kvcompress.calibration.sensitivity import BLOCK, kivi_pages
 from vllm_kvcompress.codecs import create_codec
 from vllm_kvcompress.config import KiviSettings
-from vllm_kvcompress.kernels.kivi import implementation
 
 MODEL = Path(__file__).resolve().parent.parent / ".cache" / "smollm2-135m"
 HISTORY, RECENT, SCORED = 1536, 128, 256
-BLOCK = 128
 BASE = "raw"
 LEVELS = ("lossless", "high", "medium", "low", "paper")
 
@@ -52,22 +51,12 @@ def codec_method(name: str, chunk: int, **settings) -> Method:
 def pages_method(cache_dtype: str, **settings) -> Method:
     """Into pages of this ``kv_cache_dtype`` and out again; bits a value stand in ``.bits``."""
     given = KiviSettings.parse({"kvcompress": {"kivi": settings}})
+    through_pages = kivi_pages(cache_dtype, **settings)
 
     def method(kv: torch.Tensor) -> torch.Tensor:
-        layers, _, tokens, heads, size = kv.shape
-        fmt = given.page_format(cache_dtype, BLOCK, size, kv.dtype)
+        fmt = given.page_format(cache_dtype, BLOCK, kv.shape[-1], kv.dtype)
         method.bits = fmt.bits_per_value
-        kernels = implementation(kv.device)
-        blocks = tokens // BLOCK
-        index = torch.arange(blocks, dtype=torch.int32)
-        fills, firsts = torch.full_like(index, BLOCK), (index == 0).int()
-        cache = torch.zeros(blocks, heads, BLOCK, fmt.token_bytes, dtype=torch.uint8)
-        back = kv.clone()
-        for layer in range(layers):
-            k, v = back[layer].unflatten(1, (blocks, BLOCK))
-            kernels.pack(fmt, k, v, index, cache, index, fills, firsts)
-            kernels.unpack(fmt, cache, index, fills, firsts, k, v, index)
-        return back
+        return through_pages(kv)
 
     return method
 

@@ -21,7 +21,7 @@ HISTORY, RECENT, SCORED = 384, 128, 128
 WINDOW = HISTORY + SCORED
 KIVI_DTYPE = "kivi_2bit"
 
-_BLOCK = 128
+BLOCK = 128
 _VARIANTS = 6
 """Histories that go through the model at once."""
 
@@ -103,15 +103,15 @@ def kivi_pages(cache_dtype: str = KIVI_DTYPE, **settings: Any) -> Method:
 
     def method(kv: torch.Tensor) -> torch.Tensor:
         layers, _, tokens, heads, size = kv.shape
-        fmt = given.page_format(cache_dtype, _BLOCK, size, kv.dtype)
+        fmt = given.page_format(cache_dtype, BLOCK, size, kv.dtype)
         kernels = implementation(kv.device)
-        blocks = tokens // _BLOCK
+        blocks = tokens // BLOCK
         index = torch.arange(blocks, dtype=torch.int32)
-        fills, firsts = torch.full_like(index, _BLOCK), (index == 0).int()
-        cache = torch.zeros(blocks, heads, _BLOCK, fmt.token_bytes, dtype=torch.uint8)
+        fills, firsts = torch.full_like(index, BLOCK), (index == 0).int()
+        cache = torch.zeros(blocks, heads, BLOCK, fmt.token_bytes, dtype=torch.uint8)
         back = kv.clone()
         for layer in range(layers):
-            k, v = back[layer].unflatten(1, (blocks, _BLOCK))
+            k, v = back[layer].unflatten(1, (blocks, BLOCK))
             kernels.pack(fmt, k, v, index, cache, index, fills, firsts)
             kernels.unpack(fmt, cache, index, fills, firsts, k, v, index)
         return back
