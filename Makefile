@@ -17,7 +17,7 @@ LAUNCHER = $(shell for p in $(RUN) $(PYTHON) python3.11 python3.12 python3 pytho
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 6))' >/dev/null 2>&1 && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup calibrate demo test test-all bench lint format clean
+.PHONY: help setup calibrate demo test test-all soak bench lint format clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -42,6 +42,9 @@ test: setup ## the tests, without those that take minutes
 
 test-all: setup ## all tests
 	@$(PYTEST) $(ARGS)
+
+soak: setup ## half an hour of random faults under a busy engine, or ARGS="--minutes N"
+	@$(RUN) -m tests.engine.soak $(ARGS)
 
 bench: setup ## all benchmarks, or BENCH="name ..."; figures go to .cache/bench too
 	@mkdir -p .cache/bench; for name in $(BENCH); do \

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 from vllm_kvcompress.stores import Store, create_stack, create_store
 
-BLOB_BYTES = (64 << 10, 1 << 20, 4 << 20)
+BLOB_BYTES = (64 << 10, 100_000, 1 << 20, 4 << 20)
 THREADS = (1, 4)
 MOST_KEYS = 500
 KEYS = 10_000
@@ -291,7 +291,7 @@ def main() -> None:
                     {"blob_bytes": blob_bytes, "threads": threads, "stores": rows}
                 )
                 for name, row in rows.items():
-                    print(f"{blob_bytes >> 10:>5} KiB {threads:>7}  {name:<17}", end="")
+                    print(f"{blob_bytes / 1024:>5.0f} KiB {threads:>7}  {name:<17}", end="")
                     for operation, figure in row.items():
                         speed = figure["gigabytes_per_second"]
                         print(f"{figure['microseconds']:9.0f} us {speed:7.2f} GB/s", end="")

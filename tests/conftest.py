@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,18 @@ def smollm2() -> Path:
             pytest.fail(message)
         pytest.skip(message)
     return path
+
+
+@pytest.fixture
+def small_file_system(tmp_path: Path) -> Iterator[str]:
+    """A file system of one megabyte."""
+    target = str(tmp_path / "mounted")
+    os.mkdir(target)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"tmpfs", target.encode(), b"tmpfs", 0, b"size=1m") != 0:
+        pytest.skip("mounting a file system needs a privilege")
+    yield target
+    libc.umount2(target.encode(), 2)
 
 
 @pytest.fixture(scope="session")

@@ -38,18 +38,6 @@ def path(tmp_path):
     return str(tmp_path / "store")
 
 
-@pytest.fixture
-def small_file_system(tmp_path):
-    """A file system of one megabyte."""
-    target = str(tmp_path / "mounted")
-    os.mkdir(target)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"tmpfs", target.encode(), b"tmpfs", 0, b"size=1m") != 0:
-        pytest.skip("mounting a file system needs a privilege")
-    yield target
-    libc.umount2(target.encode(), 2)
-
-
 def test_restart_keeps_blobs_sizes_and_order(path):
     store = DiskStore(path, bytes=1000)
     keys = keys_of(5)

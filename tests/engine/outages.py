@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,6 +52,42 @@ OUTAGES = {
         lambda link, server: server.stop(), lambda link, server: server.start()
     ),
 }
+
+
+def _fill(path: str) -> None:
+    with open(os.path.join(path, "filler"), "ab", buffering=0) as file:
+        for piece in (4096, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(piece))
+
+
+def _make_room(path: str) -> None:
+    os.unlink(os.path.join(path, "filler"))
+
+
+def _remount(path: str, read_only: bool) -> None:
+    MS_RDONLY, MS_REMOUNT = 1, 32
+    flags = MS_REMOUNT | (MS_RDONLY if read_only else 0)
+    assert ctypes.CDLL(None).mount(b"", path.encode(), b"", flags, None) == 0
+
+
+def _replace_by_a_file(path: str) -> None:
+    shutil.rmtree(os.path.join(path, "store"))
+    with open(os.path.join(path, "store"), "wb"):
+        pass
+
+
+DISK_OUTAGES: dict[str, tuple[Callable[[str], object], Callable[[str], object]]] = {
+    "full": (_fill, _make_room),
+    "read-only": (lambda path: _remount(path, True), lambda path: _remount(path, False)),
+    "removed": (lambda path: shutil.rmtree(os.path.join(path, "store")), lambda path: None),
+    "replaced-by-a-file": (
+        _replace_by_a_file,
+        lambda path: os.unlink(os.path.join(path, "store")),
+    ),
+}
+"""What may befall the file system under a disk store at ``PATH/store``, and how each ends."""
 
 
 def valkey_store(port: int, **settings: Any) -> dict[str, Any]:
