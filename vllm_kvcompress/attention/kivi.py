@@ -587,13 +587,16 @@ def reserve_pool(vllm_config: VllmConfig, available: int) -> int:
         else 2 * size * layer.num_kv_heads * layer.head_size * layer.kv_cache_torch_dtype.itemsize
         for layer in layers.values()
     )
+    # Layers with a window are cache groups of their own, which share the pages in vLLM's way.
+    alone = all(layer.sliding_window is None for layer in layers.values())
     logger.info(
-        "KIVI pages: %s, preset %s, %.3g bits a value; %s tokens in %.2f GiB of pages alone",
+        "KIVI pages: %s, preset %s, %.3g bits a value%s",
         active.cache_dtype,
         active.settings.preset,
         fmt.bits_per_value,
-        f"{available // page * size:,}",
-        available / 2**30,
+        f"; {available // page * size:,} tokens in {available / 2**30:.2f} GiB of pages alone"
+        if alone
+        else "",
     )
     logger.info(
         "KIVI residual pool: %d blocks of %d exact tokens, %.1f MiB, %.1f%% of the KV cache's "
