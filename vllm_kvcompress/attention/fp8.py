@@ -9,37 +9,29 @@ into chunks, nor on what the prefix cache held.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionImpl,
     AttentionMetadataBuilder,
-    AttentionType,
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_kvcompress import compat
+from vllm_kvcompress.attention.base import PageBackend, PageImpl
 from vllm_kvcompress.config import FP8_DTYPES
-from vllm_kvcompress.kernels.attention import Attention
 from vllm_kvcompress.kernels.fp8 import implementation
 from vllm_kvcompress.kernels.fp8.format import BLOCK_MULTIPLE, DTYPES, HEAD_SIZES, PageFormat
 
 
-class Fp8Backend(AttentionBackend):
+class Fp8Backend(PageBackend):
     """Scales of one a layer or one a KV head, from the layer, as vLLM has loaded them."""
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(FP8_DTYPES)
-
-    @staticmethod
-    def get_name() -> str:
-        return compat.CUSTOM_BACKEND
 
     @staticmethod
     def get_impl_cls() -> type[Fp8Impl]:
@@ -58,19 +50,7 @@ class Fp8Backend(AttentionBackend):
         return list(HEAD_SIZES)
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout.LBHNC,)
-
-    @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sink(cls) -> bool:
         return True
 
 
@@ -117,50 +97,16 @@ class Fp8MetadataBuilder(AttentionMetadataBuilder[Fp8Metadata]):
         )
 
 
-class Fp8Impl(AttentionImpl):
+class Fp8Impl(PageImpl):
     """Attention of one layer, and what it stores."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "fp8",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = float(scale)
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.sliding_window = sliding_window
-        self.kv_cache_dtype = kv_cache_dtype
-        self.soft_cap = float(logits_soft_cap or 0.0)
-        self.alibi_slopes = alibi_slopes
-        self.sinks = sinks
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         # Pages that another layer writes hold numbers at that layer's scales.
         self._written_by = None
-        vllm_config = compat.current_vllm_config()
-        if kv_sharing_target_layer_name is not None and vllm_config is not None:
-            self._written_by = compat.attention_layer(vllm_config, kv_sharing_target_layer_name)
-
-    @cached_property
-    def attention(self) -> Attention:
-        slopes = self.alibi_slopes
-        sinks = self.sinks
-        device = sinks.device if sinks is not None else compat.device()
-        return Attention(
-            scale=self.scale,
-            window=self.sliding_window or 0,
-            soft_cap=self.soft_cap,
-            slopes=None if slopes is None else torch.tensor(slopes, device=device).float(),
-            sinks=None if sinks is None else sinks.detach().float(),
-        )
+        target, vllm_config = self.kv_sharing_target_layer_name, compat.current_vllm_config()
+        if target is not None and vllm_config is not None:
+            self._written_by = compat.attention_layer(vllm_config, target)
 
     def page_format(self, kv_cache: torch.Tensor) -> PageFormat:
         """The format of this layer's pages, from its cache ``[blocks, heads, tokens, bytes]``."""
