@@ -9,17 +9,25 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import resvg_py
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from tests.test_capacity import SMOLLM2
 from vllm_kvcompress import cli
 from vllm_kvcompress.cli.bench import print_bench
 from vllm_kvcompress.cli.eval import print_eval
-from vllm_kvcompress.evaluation import charts, report, speed
+from vllm_kvcompress.evaluation import charts, pictures, report, speed
 from vllm_kvcompress.evaluation.quality import Inputs, Measured, summary
 from vllm_kvcompress.evaluation.tasks import Question
 from vllm_kvcompress.evaluation.verdict import Tolerance, judge
+
+INK = {"ink": "#000", "soft": "#666", "card": "#fff"}
+
+
+def chart(text: str) -> str:
+    return charts._svg(100, 40, "t", [charts._text(4, 20, text)])
 
 
 def evaluation() -> dict:
@@ -137,12 +145,43 @@ def test_images_and_data_are_those_of_the_page(files, tmp_path, capsys):
     assert data["latency"] == json.loads(files[2].read_text())["rows"]
     names = {path.name for path in folder.iterdir()}
     assert names == {
-        *("capacity.svg", "levels.svg", "quality.svg", "retrieval.svg", "rate-distortion.svg"),
-        *("latency-1.svg", "latency-2.svg"),
+        *("capacity.png", "levels.png", "quality.png", "retrieval.png", "rate-distortion.png"),
+        *("latency-1.png", "latency-2.png"),
     }
     for path in folder.iterdir():
-        root = ElementTree.parse(path).getroot()
-        assert "--c0" in root[0].text
+        with Image.open(path) as picture:
+            assert picture.format == "PNG"
+            assert picture.width == pictures.ZOOM * (charts.WIDE + 48)
+            assert len(picture.convert("RGB").getcolors(1 << 20)) > 50
+
+
+def test_pictures_have_text_without_a_font_on_the_machine(monkeypatch):
+    drawn = []
+    render = resvg_py.svg_to_bytes
+    for options in ({}, {"skip_system_fonts": True}):
+        monkeypatch.setattr(
+            resvg_py, "svg_to_bytes", lambda options=options, **given: render(**given, **options)
+        )
+        drawn.append(pictures.png("Tokens", "model", chart("5.1\N{MULTIPLICATION SIGN} ±"), INK))
+    assert drawn[0] == drawn[1]
+    for text in ("", "5.1\N{MULTIPLICATION SIGN}"):
+        assert pictures.png("Tokens", "model", chart(text), INK) != drawn[1]
+
+
+def test_any_text_and_colour_in_a_chart_makes_a_picture():
+    for text in ("var(--ink)", "var(--other)", "<&>", "\N{SNOWMAN}", "Modèle 模型"):
+        assert pictures.png(text, text, chart(text), INK).startswith(b"\x89PNG")
+
+
+def test_pictures_say_what_to_install_before_anything_is_written(
+    files, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    out, folder = tmp_path / "p.html", tmp_path / "charts"
+    assert run(*files, "--out", out, "--images", folder) == 2
+    assert "pip install resvg-py pillow" in capsys.readouterr().err
+    assert not out.exists() and not folder.exists()
+    assert run(*files, "--out", out) == 0
 
 
 def test_one_file_is_enough(files, tmp_path):
@@ -197,7 +236,6 @@ def test_a_file_with_any_field_replaced_gives_a_page_or_a_value_error(data):
     try:
         made = report.sections(kind, found)
         html = report.page("m", made)
-        report.images(made)
     except ValueError:
         return
     for svg in re.findall(r"<svg.*?</svg>", html, flags=re.S):

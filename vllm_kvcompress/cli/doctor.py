@@ -240,7 +240,7 @@ def _choices() -> list[Finding]:
 
 def _optional() -> list[Finding]:
     """What only some commands use."""
-    wanted = {"lm-eval": "eval", "matplotlib": "report"}
+    wanted = {"resvg-py": "report --images", "lm-eval": "eval --lm-eval"}
     told = [
         f"{name} {_version(name) or 'not installed'} ({command})"
         for name, command in wanted.items()

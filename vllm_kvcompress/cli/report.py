@@ -31,13 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.html",
         help="the page (report.html)",
     )
-    parser.add_argument("--images", type=Path, metavar="DIR", help="also write the charts, as SVG")
+    parser.add_argument("--images", type=Path, metavar="DIR", help="also write the charts, as PNG")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page; with ``--json`` print the data behind its charts."""
-    from vllm_kvcompress.evaluation import report
+    from vllm_kvcompress.evaluation import pictures, report
 
+    out, folder = arguments.out, arguments.images
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.parent}; make it, or name another")
+    if folder is not None:
+        pictures.require()
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"--images {folder} is a file; name a folder")
     given: dict[str, dict] = {}
     for path in arguments.files:
         kind, found = report.read_input(path)
@@ -55,13 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     if not made:
         raise ValueError("the files hold nothing to show: every setting was refused")
-    arguments.out.write_text(report.page(models.pop(), made), encoding="utf-8")
-    if arguments.images is not None:
-        arguments.images.mkdir(exist_ok=True)
-        for name, picture in report.images(made).items():
-            (arguments.images / name).write_text(picture, encoding="utf-8")
+    (model,) = models
+    out.write_text(report.page(model, made), encoding="utf-8")
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, picture in report.images(model, made).items():
+            (folder / name).write_bytes(picture)
     if arguments.json:
         print(json.dumps({section.name: section.data for section in made if section.data}))
     else:
-        print(arguments.out)
+        print(out)
     return 0

@@ -245,8 +245,10 @@ def scatter(
     x_told: str,
     y_told: str,
 ) -> str:
-    """Values over ``across``, a logarithmic scale, numbered as in the list beside the chart."""
+    """Values over ``across``, a logarithmic scale, numbered; a legend below names the numbers."""
     left, right, top, bottom = 68, width - 14, 12, 260
+    columns = max(1, int(width // (_LETTER * max(len(point.label) for point in points) + 40)))
+    legend = bottom + 68
     heights = [v for p in points for v in (p.value, p.low, p.high) if v is not None]
     low, high = min([0.0, *heights]), max([0.0, *heights])
     pad = 0.06 * (high - low or 1)
@@ -273,7 +275,14 @@ def scatter(
         parts.append(
             _text(x(place), y(point.value) + 4.5, str(number), "middle", "on", outlined=False)
         )
-    return _svg(width, bottom + 48, title, parts)
+        at = 12 + (number - 1) % columns * width / columns
+        below = legend + (number - 1) // columns * 26
+        parts.append(
+            f'<circle cx="{at:.1f}" cy="{below:.1f}" r="10" fill="var(--{point.ink})"/>'
+            + _text(at, below + 4.5, str(number), "middle", "on", outlined=False)
+            + _text(at + 17, below + 4.5, point.label)
+        )
+    return _svg(width, legend + 26 * math.ceil(len(points) / columns) - 8, title, parts)
 
 
 @dataclass(frozen=True)

@@ -215,12 +215,12 @@ def quality(found: dict[str, Any]) -> Section | None:
                 above[k] if above[k] is None else _number(above[k]) for k in ("low", "high")
             )
             told = f"{value:+.3f}" + ("" if high is None else f" ± {high - value:.3f}")
-            ink, sign = "faint", ""
+            ink, verdict = "faint", ""
             check = (row.get("checks") or {}).get("perplexity")
             if check:
-                ink, sign = _VERDICTS[check["verdict"]]
+                ink, verdict = _VERDICTS[check["verdict"]][0], f", {check['verdict']}"
                 tolerance = _number(check["tolerance"])
-            bars.append(charts.Bar(name, value, f"{sign[:1]} {told}", low, high, ink))
+            bars.append(charts.Bar(name, value, told + verdict, low, high, ink))
             line += [f"{_number(row['perplexity']['perplexity']):.3f}", told]
         else:
             line += ["", ""]
@@ -374,10 +374,10 @@ def rate_distortion(found: dict[str, Any]) -> Section | None:
                 ),
             )
         ],
-        [["", "setting", "bits", "lost"]]
+        [["setting", "bits a value", "nats lost"]]
         + [
-            [str(i), point.label, f"{bits:.2f}", f"{point.value:+.3f}"]
-            for i, (point, bits) in enumerate(zip(points, across, strict=True), 1)
+            [point.label, f"{bits:.2f}", f"{point.value:+.3f}"]
+            for point, bits in zip(points, across, strict=True)
         ],
         [
             {"name": p.label, "bits": b, "nats": p.value}
@@ -456,14 +456,29 @@ def latency(found: dict[str, Any]) -> Section | None:
     )
 
 
-COLOURS = """
-:root{--paper:#fbfaf7;--card:#fff;--ink:#1d2430;--soft:#5c6675;--line:#dcdfe5;--faint:#a5adba;
---bad:#b3263c;--good:#1a7a4c;--on:#fff;
---c0:#2563c9;--c1:#b4530f;--c2:#1a7a4c;--c3:#7d44bd;--c4:#b3265f;--c5:#6d6100}
-@media(prefers-color-scheme:dark){:root{--paper:#12161c;--card:#1b212a;--ink:#e8ebf0;
---soft:#a3adbb;--line:#343c48;--faint:#6f7a89;--bad:#ff8a97;--good:#63d49b;--on:#10141a;
---c0:#7fb0ff;--c1:#ffa66b;--c2:#63d49b;--c3:#c9a0ff;--c4:#ff8fb8;--c5:#d8c84f}}
-"""
+LIGHT = {
+    **{"paper": "#fbfaf7", "card": "#fff", "ink": "#1d2430", "soft": "#5c6675", "line": "#dcdfe5"},
+    **{"faint": "#a5adba", "bad": "#b3263c", "good": "#1a7a4c", "on": "#fff"},
+    **{"c0": "#2563c9", "c1": "#b4530f", "c2": "#1a7a4c"},
+    **{"c3": "#7d44bd", "c4": "#b3265f", "c5": "#6d6100"},
+}
+"""Colours by the names that charts use."""
+
+DARK = {
+    **{"paper": "#12161c", "card": "#1b212a", "ink": "#e8ebf0", "soft": "#a3adbb"},
+    **{"line": "#343c48", "faint": "#6f7a89", "bad": "#ff8a97", "good": "#63d49b", "on": "#10141a"},
+    **{"c0": "#7fb0ff", "c1": "#ffa66b", "c2": "#63d49b"},
+    **{"c3": "#c9a0ff", "c4": "#ff8fb8", "c5": "#d8c84f"},
+}
+
+
+def _style() -> str:
+    light, dark = (
+        ":root{" + ";".join(f"--{name}:{value}" for name, value in colours.items()) + "}"
+        for colours in (LIGHT, DARK)
+    )
+    return f"{light}@media(prefers-color-scheme:dark){{{dark}}}{STYLE}"
+
 
 STYLE = """
 *{box-sizing:border-box}
@@ -498,7 +513,7 @@ def page(model: str, made: Sequence[Section]) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f"<title>Compressed KV cache: {escape(model)}</title>"
-        f"<style>{COLOURS}{STYLE}</style></head><body><main>"
+        f"<style>{_style()}</style></head><body><main>"
         f"<h1>What a compressed KV cache is worth</h1>"
         f'<p class="sub">{escape(model)}, measured with vllm-kvcompress</p>'
         + (f'<div class="found"><h2>In short</h2><ul>{found}</ul></div>' if found else "")
@@ -518,12 +533,9 @@ def _section(section: Section) -> str:
         f'<div class="n">{draw(charts.NARROW)}</div>'
         for heading, draw in section.charts
     )
-    table = _table(section.table)
-    if section.name != "rate_distortion":
-        table = f"<details><summary>The figures</summary>{table}</details>"
     return (
         f'<section id="{section.name}"><h2>{escape(section.title)}</h2>{section.text}{drawn}'
-        f"{table}</section>"
+        f"<details><summary>The figures</summary>{_table(section.table)}</details></section>"
     )
 
 
@@ -537,13 +549,14 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
 
 
-def images(made: Sequence[Section]) -> dict[str, str]:
-    """Every chart as an SVG picture of its own, by the name of its file."""
-    style = f"<style>{COLOURS}svg{{background:var(--card)}}</style>"
+def images(model: str, made: Sequence[Section]) -> dict[str, bytes]:
+    """Every chart under its heading as a PNG picture, by the name of its file."""
+    from vllm_kvcompress.evaluation import pictures
+
     found = {}
     for section in made:
-        for number, (_, draw) in enumerate(section.charts):
-            suffix = f"-{number + 1}" if len(section.charts) > 1 else ""
-            opening, close, rest = draw(charts.WIDE).partition(">")
-            found[f"{section.name.replace('_', '-')}{suffix}.svg"] = opening + close + style + rest
+        for number, (heading, draw) in enumerate(section.charts, 1):
+            suffix = f"-{number}" if len(section.charts) > 1 else ""
+            name = f"{section.name.replace('_', '-')}{suffix}.png"
+            found[name] = pictures.png(heading, model, draw(charts.WIDE), LIGHT)
     return found
