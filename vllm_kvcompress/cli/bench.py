@@ -18,54 +18,26 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from vllm_kvcompress.cli.options import log_aside
+from vllm_kvcompress.cli.options import add_comparison, add_counts, log_aside
 from vllm_kvcompress.evaluation import settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the settings and the load."""
     parser.usage = "%(prog)s MODEL [options] [options of vllm serve]"
-    parser.add_argument("model", metavar="MODEL", help="a model's folder, or its cached name")
-    parser.add_argument(
-        "--settings",
-        nargs="+",
-        default=["kivi_2bit", "offload:cachegen/high"],
-        metavar="SETTING",
-        help=f"what is compared with the model's own dtype: {settings.FORM}; default: kivi_2bit "
-        "offload:cachegen/high",
+    add_comparison(parser, ("kivi_2bit", "offload:cachegen/high"))
+    add_counts(
+        parser,
+        (
+            ("contexts", [1024], "tokens of a prompt"),
+            ("concurrencies", [1, 4], "requests at a time"),
+            ("requests", 4, "requests of each context and concurrency in a round, at least"),
+            ("output-tokens", 32, "tokens of an answer"),
+            ("rounds", 3, "rounds"),
+        ),
     )
-    parser.add_argument(
-        "--text",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="text that prompts are cut from; default: Python's manual and code",
-    )
-    for name, default, explanation in (
-        ("contexts", [1024], "tokens of a prompt"),
-        ("concurrencies", [1, 4], "requests at a time"),
-    ):
-        told = " ".join(map(str, default))
-        parser.add_argument(
-            f"--{name}",
-            nargs="+",
-            type=int,
-            default=default,
-            metavar="N",
-            help=f"{explanation} ({told})",
-        )
-    for name, default, explanation in (
-        ("requests", 4, "requests of each context and concurrency in a round, at least"),
-        ("output-tokens", 32, "tokens of an answer"),
-        ("rounds", 3, "rounds"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=int, default=default, metavar="N", help=f"{explanation} ({default})"
-        )
     parser.add_argument(
         "--one-at-a-time",
         action=argparse.BooleanOptionalAction,

@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_kvcompress.cli.options import add_kivi_options, human_size, kivi_settings
+from vllm_kvcompress.cli.options import (
+    add_kivi_options,
+    human_size,
+    kivi_settings,
+    number,
+    whole,
+)
 
 CODEC_FIGURES = {
     "lossless": (10.36, 0.26, 0.65),
@@ -34,12 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         *("--context", "--max-model-len"),
-        type=int,
+        type=whole,
         metavar="N",
         help="tokens of a request, vLLM's --max-model-len; default: the model's longest",
     )
     parser.add_argument(
-        "--batch", type=int, default=1, metavar="B", help="requests whose bytes are told (1)"
+        "--batch", type=whole, default=1, metavar="B", help="requests whose bytes are told (1)"
     )
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument(
@@ -51,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     memory.add_argument("--gpu-memory", metavar="SIZE", help="memory of each GPU, such as 80GiB")
     parser.add_argument(
         "--gpu-memory-utilization",
-        type=float,
+        type=number,
         default=0.92,
         metavar="SHARE",
         help="share of --gpu-memory for weights and KV cache (0.92)",
@@ -62,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="bytes of the weights on all ranks; default: of the files beside the config.json",
     )
     parser.add_argument(
-        *("--tp", "--tensor-parallel-size"), type=int, default=1, metavar="N", help="ranks (1)"
+        *("--tp", "--tensor-parallel-size"), type=whole, default=1, metavar="N", help="ranks (1)"
     )
     parser.add_argument(
         "--kv-cache-dtype", metavar="DTYPE", help="only this dtype; default: a table of all"
@@ -78,9 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cpu", "cuda"), help="the engine; default: what vLLM is installed for"
     )
     parser.add_argument("--dtype", default="auto", help="the dtype the model computes in (auto)")
-    parser.add_argument("--block-size", type=int, metavar="N", help="tokens of a block")
-    parser.add_argument("--max-num-seqs", type=int, metavar="N", help="as vLLM's")
-    parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="as vLLM's")
+    parser.add_argument("--block-size", type=whole, metavar="N", help="tokens of a block")
+    parser.add_argument("--max-num-seqs", type=whole, metavar="N", help="as vLLM's")
+    parser.add_argument("--max-num-batched-tokens", type=whole, metavar="N", help="as vLLM's")
     parser.add_argument(
         "--codec-speed",
         action="append",
@@ -90,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(benchmarks/bench_codec.py); default: README's figures",
     )
     parser.add_argument(
-        "--threads", type=int, default=1, metavar="N", help="threads that encode, and decode (1)"
+        "--threads", type=whole, default=1, metavar="N", help="threads that encode, and decode (1)"
     )
     add_kivi_options(parser)
 

@@ -21,7 +21,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_kvcompress.cli.options import engine_options, log_aside
+from vllm_kvcompress.cli.options import (
+    add_comparison,
+    add_counts,
+    engine_options,
+    log_aside,
+    number,
+)
 from vllm_kvcompress.evaluation import settings
 from vllm_kvcompress.evaluation.verdict import FAILED, UNCLEAR, Tolerance, judge
 
@@ -30,56 +36,33 @@ TASKS = ("perplexity", "retrieval", "passages", "agreement")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the settings, how much is asked, and what may be lost."""
-    parser.add_argument("model", metavar="MODEL", help="a model's folder, or its cached name")
-    parser.add_argument(
-        "--settings",
-        nargs="+",
-        default=list(settings.DEFAULT),
-        metavar="SETTING",
-        help=f"what is compared with the model's own dtype: {settings.FORM}; all: every kind and "
-        f"level; default: {' '.join(settings.DEFAULT)}",
-    )
-    parser.add_argument(
-        "--text",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="your text; default: Python's manual and code",
-    )
+    add_comparison(parser, settings.DEFAULT)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    for name, default, explanation in (
-        ("windows", 8, "windows of text whose ends are predicted"),
-        ("history", 1024, "tokens of history, and of prompts across passages"),
-        ("scored", 128, "tokens that are predicted in a window"),
-        ("depths", 3, "places of a pass key in a prompt"),
-        ("trials", 2, "prompts of each length and place, with one key and with several"),
-        ("questions", 12, "questions across passages"),
-        ("answers", 4, "long answers"),
-        ("answer-tokens", 64, "tokens of a long answer"),
-        ("prefill-chunk", 64, "tokens of a step of prefill, vLLM's max_num_batched_tokens"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=int, default=default, metavar="N", help=f"{explanation} ({default})"
-        )
-    parser.add_argument(
-        "--lengths",
-        nargs="+",
-        type=int,
-        default=[512, 1024],
-        metavar="N",
-        help="tokens of prompts with pass keys (512 1024)",
+    add_counts(
+        parser,
+        (
+            ("windows", 8, "windows of text whose ends are predicted"),
+            ("history", 1024, "tokens of history, and of prompts across passages"),
+            ("scored", 128, "tokens that are predicted in a window"),
+            ("lengths", [512, 1024], "tokens of prompts with pass keys"),
+            ("depths", 3, "places of a pass key in a prompt"),
+            ("trials", 2, "prompts of each length and place, with one key and with several"),
+            ("questions", 12, "questions across passages"),
+            ("answers", 4, "long answers"),
+            ("answer-tokens", 64, "tokens of a long answer"),
+            ("prefill-chunk", 64, "tokens of a step of prefill, vLLM's max_num_batched_tokens"),
+        ),
     )
     parser.add_argument(
         "--tolerance-nats",
-        type=float,
+        type=number,
         default=Tolerance.nats,
         metavar="NATS",
         help=f"most that may be lost on text, in nats a token ({Tolerance.nats})",
     )
     parser.add_argument(
         "--tolerance-answers",
-        type=float,
+        type=number,
         default=Tolerance.answers,
         metavar="SHARE",
         help=f"largest share of questions whose answer may be lost ({Tolerance.answers})",
@@ -97,9 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TASK",
         help="also run these tasks of lm-eval, if it is installed, against a server a setting",
     )
-    parser.add_argument(
-        "--limit", type=int, default=100, metavar="N", help="documents of a task of lm-eval (100)"
-    )
+    add_counts(parser, (("limit", 100, "documents of a task of lm-eval"),))
 
 
 def run(arguments: argparse.Namespace) -> int:

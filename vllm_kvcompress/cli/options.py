@@ -1,4 +1,4 @@
-"""Options of the command line that stand for settings of KIVI pages and of the offload."""
+"""Options that several commands have: of KIVI pages, of the offload, of what is compared."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ import argparse
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from vllm_kvcompress.evaluation import settings
+
+
+def whole(text: str) -> int:
+    """A whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
 
 
 def number(text: str) -> int | float:
@@ -15,7 +26,11 @@ def number(text: str) -> int | float:
     try:
         return int(text)
     except ValueError:
+        pass
+    try:
         return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
 
 
 def names(text: str) -> list[str]:
@@ -25,26 +40,26 @@ def names(text: str) -> list[str]:
 
 KIVI: dict[str, tuple[Callable[[str], Any] | None, str]] = {
     "preset": (str, "balanced or kivi, the published method: where the others' defaults come from"),
-    "group_size": (int, "tokens of a group of K, and channels of a group of V: 32, 64 or 128"),
-    "residual_length": (int, "most recent tokens of a request that stay exact"),
-    "sink_tokens": (int, "first tokens of a request that stay exact"),
+    "group_size": (whole, "tokens of a group of K, and channels of a group of V: 32, 64 or 128"),
+    "residual_length": (whole, "most recent tokens of a request that stay exact"),
+    "sink_tokens": (whole, "first tokens of a request that stay exact"),
     "boosted_channels": (number, "K channels with 4 bits: a share, or a multiple of 16"),
     "clipping": (str, "how scales are found: none, or least_squares"),
     "rotate_values": (None, "rotate V over its channels"),
-    "pool_share": (float, "most that exact tokens take of the KV cache's memory"),
+    "pool_share": (number, "most that exact tokens take of the KV cache's memory"),
     "skip_dtype": (str, "kv_cache_dtype of the layers in --kv-cache-dtype-skip-layers"),
 }
 """Settings of KIVI pages, given as ``--kivi-NAME``: how a value is read (None: a switch)."""
 
 OFFLOAD: dict[str, tuple[Callable[[str], Any] | None, str]] = {
-    "codec": (str, "cachegen or raw"),
-    "level": (str, "of cachegen: lossless, high, medium, low or paper"),
+    "codec": (str, "cachegen, fp8, kivi, int8 or raw"),
+    "level": (str, "of the codec; of cachegen: lossless, high, medium, low or paper"),
     "levels": (names, "levels at which every chunk is stored, such as high,low"),
     "ttft_slo_ms": (number, "deadline for the loading of a prompt, in milliseconds"),
     "profile": (str, "directory that `vllm-kvcompress calibrate` wrote, for cachegen"),
     "write_back": (None, "a store gets a blob only when the one above evicts it"),
-    "chunk_tokens": (int, "tokens of one blob"),
-    "threads": (int, "threads for encoding, and as many for decoding, in each worker"),
+    "chunk_tokens": (whole, "tokens of one blob"),
+    "threads": (whole, "threads for encoding, and as many for decoding, in each worker"),
     "staging_bytes": (str, "pages that may wait for their encoder, such as 512MiB"),
     "retry_seconds": (number, "how long a chunk that failed to load counts as a miss"),
     "lookup_seconds": (number, "how long a request waits to hear what the shared stores hold"),
@@ -74,9 +89,9 @@ def add_offload_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add(
-    group: Any, prefix: str, settings: Mapping[str, tuple[Callable[[str], Any] | None, str]]
+    group: Any, prefix: str, known: Mapping[str, tuple[Callable[[str], Any] | None, str]]
 ) -> None:
-    for name, (read, explanation) in settings.items():
+    for name, (read, explanation) in known.items():
         option = f"--{prefix}-{name.replace('_', '-')}"
         if read is None:
             group.add_argument(option, action=argparse.BooleanOptionalAction, help=explanation)
@@ -145,6 +160,44 @@ def _value(text: str) -> Any:
     except ValueError:
         return text
     return found if isinstance(found, int | float) else text
+
+
+def add_comparison(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
+    """MODEL, the settings that are compared on it, and the text that it is asked with."""
+    parser.add_argument("model", metavar="MODEL", help="a model's folder, or its cached name")
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        default=list(default),
+        metavar="SETTING",
+        help=f"what is compared with the model's own dtype: {settings.FORM}; all: every kind and "
+        f"level; default: {' '.join(default)}",
+    )
+    parser.add_argument(
+        "--text",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="your text; default: Python's manual and code",
+    )
+
+
+def add_counts(
+    parser: argparse.ArgumentParser, counts: Iterable[tuple[str, int | Sequence[int], str]]
+) -> None:
+    """Options with a number, or with several: name, default and explanation of each."""
+    for name, default, explanation in counts:
+        several = not isinstance(default, int)
+        told = " ".join(map(str, default)) if several else default
+        parser.add_argument(
+            f"--{name}",
+            nargs="+" if several else None,
+            type=whole,
+            default=list(default) if several else default,
+            metavar="N",
+            help=f"{explanation} ({told})",
+        )
 
 
 def engine_options(text: str) -> dict[str, Any]:

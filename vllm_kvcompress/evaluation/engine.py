@@ -11,6 +11,10 @@ from typing import Any
 
 from vllm_kvcompress import compat
 from vllm_kvcompress.evaluation.settings import Setting
+from vllm_kvcompress.progress import Progress
+
+AT_A_TIME = 4
+"""Requests that an engine works on together, and between which progress is told."""
 
 STORE = ({"type": "memory", "bytes": "4GiB"},)
 
@@ -32,9 +36,11 @@ class Session:
     What is offloaded is stored first, forgotten in the engine, and then loaded.
     """
 
-    def __init__(self, llm: Any, setting: Setting) -> None:
+    def __init__(self, llm: Any, setting: Setting, progress: Progress) -> None:
         self._llm = llm
         self._setting = setting
+        self._progress = progress
+        """Of tokens, of prompts and of answers."""
         self.loaded_tokens = 0
         """Prompt tokens that came out of the store."""
         self.prompt_tokens = 0
@@ -71,8 +77,11 @@ class Session:
     ) -> list[Any]:
         from vllm import SamplingParams
 
+        counts = [len(prompt) + parameters["max_tokens"] for prompt in prompts]
         if self._setting.offloads:
-            self._generate(histories, SamplingParams(temperature=0, max_tokens=1))
+            stored = [len(history) for history in histories]
+            self._generate(histories, SamplingParams(temperature=0, max_tokens=1), stored)
+            counts = [all_ - before for all_, before in zip(counts, stored, strict=True)]
             compat.finish_stores(self._llm)
             if not self._llm.reset_prefix_cache():
                 raise RuntimeError("the engine still holds blocks, and did not forget them")
@@ -86,6 +95,7 @@ class Session:
                 skip_reading_prefix_cache=not self._setting.offloads,
                 **parameters,
             ),
+            counts,
         )
         self.prompt_tokens += sum(map(len, prompts))
         if self._setting.offloads:
@@ -98,15 +108,27 @@ class Session:
                 )
         return outputs
 
-    def _generate(self, prompts: Sequence[list[int]], parameters: Any) -> list[Any]:
-        return self._llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False
-        )
+    def _generate(
+        self, prompts: Sequence[list[int]], parameters: Any, counts: Sequence[int]
+    ) -> list[Any]:
+        """``counts``: the tokens that each prompt stands for in the progress."""
+        outputs = []
+        for start in range(0, len(prompts), AT_A_TIME):
+            part = slice(start, start + AT_A_TIME)
+            asked = [{"prompt_token_ids": prompt} for prompt in prompts[part]]
+            outputs += self._llm.generate(asked, parameters, use_tqdm=False)
+            self._progress.advance(sum(counts[part]))
+        return outputs
 
 
 @contextmanager
 def session(
-    model: str, setting: Setting, max_model_len: int, prefill_chunk: int, **options: Any
+    model: str,
+    setting: Setting,
+    max_model_len: int,
+    prefill_chunk: int,
+    progress: Progress,
+    **options: Any,
 ) -> Iterator[Session]:
     """An engine in this process; ``options`` are more arguments of ``vllm.LLM``."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -128,13 +150,13 @@ def session(
                 "skip_tokenizer_init": True,
                 "disable_log_stats": False,
                 "max_model_len": max_model_len,
-                "max_num_seqs": 4,
+                "max_num_seqs": AT_A_TIME,
                 "max_num_batched_tokens": prefill_chunk,
                 **setting.engine_arguments(STORE),
                 **options,
             },
         )
-        yield Session(llm, setting)
+        yield Session(llm, setting, progress)
     finally:
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()

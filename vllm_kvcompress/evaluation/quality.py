@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,8 +14,12 @@ from vllm_kvcompress.evaluation import statistics, tasks
 from vllm_kvcompress.evaluation.engine import Score, Session, session
 from vllm_kvcompress.evaluation.settings import Setting
 from vllm_kvcompress.model_layers import ModelLayers
+from vllm_kvcompress.progress import Progress
 
 TASKS = ("perplexity", "retrieval", "passages", "agreement")
+
+SHORT_ANSWER = 8
+"""Tokens of the answer to a question: enough for a pass key, or for a word."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,15 @@ class Inputs:
                 )
         return found
 
+    def tokens(self, plan: Plan) -> int:
+        """Tokens that a setting reads and writes to answer all of it."""
+        # Long answers are written, and then read again to be rated.
+        return (
+            sum(len(window) + 1 for window in self.windows)
+            + sum(len(question.ids) + SHORT_ANSWER for question in self.questions)
+            + sum(2 * (len(prompt) + plan.answer_tokens) + 1 for prompt in self.prompts)
+        )
+
 
 @dataclass
 class Measured:
@@ -137,7 +149,8 @@ def measure(
         scores = asked.scores(inputs.windows, plan.scored)
         found.nats = [-_mean(score.logprob for score in own) for own in scores]
     if inputs.questions:
-        answers = asked.answers([question.ids for question in inputs.questions], 8)
+        asked_with = [question.ids for question in inputs.questions]
+        answers = asked.answers(asked_with, SHORT_ANSWER)
         found.right = [
             question.is_right(decode(answer))
             for question, answer in zip(inputs.questions, answers, strict=True)
@@ -174,7 +187,6 @@ def evaluate(
     plan: Plan,
     texts: Sequence[tuple[str, str]],
     options: dict[str, Any],
-    tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> dict[str, Any]:
     """Measure every setting, the base first, one engine after another.
 
@@ -191,34 +203,37 @@ def evaluate(
         )
     tokenizer = AutoTokenizer.from_pretrained(model)
     inputs = Inputs.make(plan, tokenizer, texts)
-    measured: dict[str, Measured] = {}
     rows = [describe(setting, layers) for setting in settings]
     if "refused" in rows[0]:
         raise ValueError(f"setting {settings[0].name}: {rows[0]['refused']}")
-    for number, (setting, row) in enumerate(zip(settings, rows, strict=True)):
-        if "refused" in row:
-            tell(f"{number + 1}/{len(settings)} {setting.name}: {row['refused']}")
-            continue
-        started = time.monotonic()
-        base = measured.get(settings[0].name)
-        try:
-            with session(
-                model, setting, plan.max_model_len, plan.prefill_chunk, **options
-            ) as asked:
-                mine = measure(asked, plan, inputs, tokenizer.decode, base)
-        except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
-            if base is None:
-                raise ValueError(f"setting {setting.name}: {error}") from error
-            row["refused"] = " ".join(str(error).split()) or type(error).__name__
-            tell(f"{number + 1}/{len(settings)} {setting.name}: {row['refused']}")
-            continue
-        measured[setting.name] = mine
-        row |= summary(inputs, mine, base or mine)
-        if mine.ratio is not None:
-            row["ratio"] = mine.ratio
-            row["bits_per_value"] /= mine.ratio
-        row["seconds"] = time.monotonic() - started
-        tell(f"{number + 1}/{len(settings)} {setting.name}: {row['seconds']:.0f} s")
+    base: Measured | None = None
+    tokens = inputs.tokens(plan)
+    with Progress(tokens * len(settings), "token") as progress:
+        for number, (setting, row) in enumerate(zip(settings, rows, strict=True), 1):
+            place = f"{number}/{len(settings)} {setting.name}"
+            progress.doing(place)
+            started = time.monotonic()
+            if "refused" not in row:
+                try:
+                    with session(
+                        model, setting, plan.max_model_len, plan.prefill_chunk, progress, **options
+                    ) as asked:
+                        mine = measure(asked, plan, inputs, tokenizer.decode, base)
+                except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
+                    if base is None:
+                        raise ValueError(f"setting {setting.name}: {error}") from error
+                    row["refused"] = " ".join(str(error).split()) or type(error).__name__
+            progress.reach(tokens * number)
+            if "refused" in row:
+                progress.tell(f"{place}: {row['refused']}")
+                continue
+            base = base or mine
+            row |= summary(inputs, mine, base)
+            if mine.ratio is not None:
+                row["ratio"] = mine.ratio
+                row["bits_per_value"] /= mine.ratio
+            row["seconds"] = time.monotonic() - started
+            progress.tell(f"{place}: {row['seconds']:.0f} s")
     return {
         "kind": "eval",
         "model": layers.name,

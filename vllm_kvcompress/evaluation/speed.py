@@ -8,10 +8,9 @@ import itertools
 import random
 import shutil
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,11 @@ from vllm_kvcompress.evaluation.server import NAME, Server, ServerError
 from vllm_kvcompress.evaluation.settings import Setting
 from vllm_kvcompress.evaluation.statistics import quantile, ratio_interval
 from vllm_kvcompress.evaluation.tasks import encode, repeated
+from vllm_kvcompress.model_layers import ModelLayers
+from vllm_kvcompress.progress import Progress
+
+_ROOM = 16
+"""Tokens that a server takes beside those that are asked for."""
 
 COLD, WARM, RESTORED = "cold", "warm", "restored"
 """A prompt that is new; again, from the engine's own prefix cache; again, from the stores alone."""
@@ -34,6 +38,11 @@ FIGURES = {
 }
 
 
+def phases_of(setting: Setting) -> tuple[str, ...]:
+    """The phases that a server of the setting is measured in."""
+    return (COLD, WARM, RESTORED) if setting.offloads else (COLD, WARM)
+
+
 @dataclass(frozen=True)
 class Load:
     """What is asked of every server."""
@@ -43,7 +52,7 @@ class Load:
     concurrencies: tuple[int, ...] = (1, 4)
     """Requests at a time."""
     requests: int = 4
-    """At least so many of each context and concurrency in a round."""
+    """Of each context and concurrency in a round, at least."""
     output_tokens: int = 32
     rounds: int = 3
 
@@ -64,6 +73,12 @@ class Load:
     def batch(self, concurrency: int) -> int:
         """Requests of a cell in a round: enough for as many at a time."""
         return max(self.requests, concurrency)
+
+    def asked(self, settings: Sequence[Setting]) -> int:
+        """Requests that are measured in all."""
+        phases = sum(len(phases_of(setting)) for setting in settings)
+        requests = sum(self.batch(concurrency) for _, concurrency in self.cells())
+        return self.rounds * phases * requests
 
 
 class Prompts:
@@ -155,18 +170,21 @@ def ask(server: Server, prompts: list[list[int]], concurrency: int, tokens: int)
     return figures(answers, len(prompts[0]), time.perf_counter() - started)
 
 
-def measure(server: Server, prompts: list[list[int]], concurrency: int, tokens: int) -> dict:
-    """FIGURES by COLD, WARM and, if the setting offloads, RESTORED."""
-    found = {COLD: ask(server, prompts, concurrency, tokens)}
-    found[WARM] = ask(server, prompts, concurrency, tokens)
-    if server.setting.offloads:
-        server.wait_until_stored()
-        server.forget()
+def measure(
+    server: Server, prompts: list[list[int]], concurrency: int, tokens: int, progress: Progress
+) -> dict:
+    """FIGURES by phase."""
+    found = {}
+    for phase in phases_of(server.setting):
+        if phase == RESTORED:
+            server.wait_until_stored()
+            server.forget()
         before = server.metrics().get("vllm:external_prefix_cache_hits_total", 0.0)
-        found[RESTORED] = ask(server, prompts, concurrency, tokens)
-        after = server.metrics().get("vllm:external_prefix_cache_hits_total", 0.0)
-        share = (after - before) / sum(map(len, prompts))
-        found[RESTORED]["restored_share"] = share
+        found[phase] = ask(server, prompts, concurrency, tokens)
+        progress.advance(len(prompts))
+        if phase == RESTORED:
+            after = server.metrics().get("vllm:external_prefix_cache_hits_total", 0.0)
+            found[phase]["restored_share"] = (after - before) / sum(map(len, prompts))
     return found
 
 
@@ -177,21 +195,26 @@ def bench(
     texts: Sequence[tuple[str, str]],
     options: Sequence[str],
     one_at_a_time: bool,
-    tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> dict[str, Any]:
     """Measure every setting, the base first among them.
 
     In every round each setting answers the same prompts, and the order of the settings turns by
     one from round to round. ``one_at_a_time``: a server is started for each setting and round,
     where the memory does not hold all of them at once. ``options``: more of ``vllm serve``.
-    Raises ServerError, with the place of the log, for a server that does not do.
+    Raises ServerError, with the place of the log, for a server that does not do, and ValueError for
+    what cannot be asked.
     """
     from transformers import AutoTokenizer
 
+    layers = ModelLayers.read(model)
+    longest = max(load.contexts) + load.output_tokens + _ROOM
+    if longest > layers.max_model_len:
+        raise ValueError(
+            f"the model takes {layers.max_model_len} tokens, and {longest} are asked for; give "
+            "shorter --contexts"
+        )
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = Prompts([token for _, text in texts for token in encode(tokenizer, text)])
-    folder = Path(tempfile.mkdtemp(prefix="kvcompress-bench-"))  # kept if a server fails: its log
-    longest = max(load.contexts) + load.output_tokens + 16
     options = ["--max-model-len", str(longest), *options]
     runs: list[dict[str, Any]] = []
 
@@ -203,12 +226,20 @@ def bench(
 
     def ready(running: Server) -> None:
         """Let it compile what it compiles at the first request, of every size."""
-        for context, concurrency in load.cells():
-            ask(running, prompts.take(concurrency, context), concurrency, 2)
+        for context in load.contexts:
+            # One prompt is enough: from its second request on the engine has it in its cache.
+            own = prompts.take(1, context)
+            for concurrency in sorted({1, *load.concurrencies}):
+                ask(running, own * concurrency, concurrency, 2)
 
     def record(round_: int, number: int, running: Server, cell: tuple[int, int], own: list) -> None:
         context, concurrency = cell
-        found = measure(running, own, concurrency, load.output_tokens)
+        place = (
+            f"round {round_ + 1}/{load.rounds}, {context} tokens, {concurrency} at a time, "
+            f"{settings[number].name}"
+        )
+        progress.doing(place)
+        found = measure(running, own, concurrency, load.output_tokens, progress)
         runs.append(
             {
                 "round": round_,
@@ -218,23 +249,22 @@ def bench(
                 "phases": found,
             }
         )
-        tell(
-            f"round {round_ + 1}/{load.rounds}, {context} tokens, {concurrency} at a time, "
-            f"{settings[number].name}: first token after {found[COLD]['ttft_ms']:.0f} ms"
-        )
+        progress.tell(f"{place}: first token after {found[COLD]['ttft_ms']:.0f} ms")
 
     with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(_folder())
+        progress = stack.enter_context(Progress(load.asked(settings), "request"))
         running: dict[int, Server] = {}
         if not one_at_a_time:
             for number, setting in enumerate(settings):
-                tell(f"starting a server of {setting.name}")
+                progress.tell(f"starting a server of {setting.name}")
                 running[number] = stack.enter_context(server(number, 0))
                 ready(running[number])
         for round_ in range(load.rounds):
             own = {cell: prompts.take(load.batch(cell[1]), cell[0]) for cell in load.cells()}
             if one_at_a_time:
                 for number in turned(len(settings), round_):
-                    tell(f"starting a server of {settings[number].name}")
+                    progress.tell(f"starting a server of {settings[number].name}")
                     with server(number, round_) as single:
                         ready(single)
                         for cell in load.cells():
@@ -243,10 +273,9 @@ def bench(
             for cell in load.cells():
                 for number in turned(len(settings), round_):
                     record(round_, number, running[number], cell, own[cell])
-    shutil.rmtree(folder)
     return {
         "kind": "bench",
-        "model": Path(model).name,
+        "model": layers.name,
         "load": asdict(load),
         "one_at_a_time": one_at_a_time,
         "options": options,
@@ -254,6 +283,21 @@ def bench(
         "rows": rows(runs, settings[0].name),
         "runs": runs,
     }
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """A folder for stores and logs, of which the logs stay if a server fails."""
+    folder = Path(tempfile.mkdtemp(prefix="kvcompress-bench-"))
+    failed = False
+    try:
+        yield folder
+    except ServerError:
+        failed = True
+        raise
+    finally:
+        for path in folder.glob("store-*") if failed else [folder]:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def turned(count: int, by: int) -> Iterator[int]:
