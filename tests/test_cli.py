@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -338,6 +339,88 @@ def test_every_command_explains_itself_without_torch(module):
 def test_verbose_tells_where_an_error_arose(tmp_path, capsys):
     assert run("estimate", tmp_path / "nothing", "-v") == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), "required: COMMAND; see vllm-kvcompress --help"),
+        (("estimat",), "choose from 'estimate', 'calibrate'"),
+        (("estimate", "M", "--context", "x"), "'x' is no whole number; see vllm-kvcompress"),
+        (("estimate", "M", "--gpu-memory-utilization", "much"), "'much' is no number"),
+        (("eval", "M", "--windows", "1.5"), "'1.5' is no whole number"),
+        (("eval", "M", "--lengths", "512", "x"), "'x' is no whole number"),
+        (("eval", "M", "--tasks", "poetry"), "choose from 'perplexity'"),
+        (("bench", "M", "--rounds", ""), "'' is no whole number"),
+        (("serve", "M", "--kv-threads", "two"), "'two' is no whole number"),
+        (("serve", "M", "--kv-store"), "expected one argument"),
+        (("report",), "required: FILE.json"),
+        (("completion", "tcsh"), "choose from 'bash', 'zsh', 'fish'"),
+    ],
+)
+def test_what_cannot_be_read_is_told_in_one_line_with_what_to_type(arguments, expected, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(*arguments)
+    told = capsys.readouterr()
+    assert end.value.code == 2 and told.out == ""
+    assert told.err.count("\n") == 1 and expected in told.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("estimate", "nothing"), "name a folder or a config.json, or fetch it"),
+        (("estimate", "folder"), "name a model's folder or its config.json"),
+        (("estimate", "text"), "name a model's folder or its config.json"),
+        (("estimate", "bytes"), "name a model's folder or its config.json"),
+        (("eval", "nothing"), "name a folder or a config.json, or fetch it"),
+        (("eval", "folder", "--text", "nothing"), "nothing: No such file"),
+        (("eval", "folder", "--text", "folder"), "folder: Is a directory"),
+        (("eval", "folder", "--settings", "zip"), "choose from auto"),
+        (("eval", "folder", "--engine", "{"), "--engine {"),
+        (("bench", "nothing"), "name a folder or a config.json, or fetch it"),
+        (("bench", "folder"), "name a model's folder or its config.json"),
+        (("bench", "folder", "--settings", "kivi_2bit", "kivi_2bit"), "given twice"),
+        (("bench", "folder", "--contexts", "0"), "--contexts"),
+        (("report", "nothing"), "nothing: No such file"),
+        (("report", "folder"), "folder: Is a directory"),
+        (("report", "bytes"), "bytes is no JSON"),
+        (("inspect", "nothing"), "nothing: No such file"),
+        (("inspect", "folder"), "folder is no disk store"),
+        (("inspect", "text"), "text: not a blob"),
+        (("inspect", "empty"), "empty: the blob ends"),
+        (("serve", "M", "--kv-store", "disk"), "write TYPE:SETTING"),
+    ],
+)
+def test_a_path_or_name_that_is_not_what_it_should_be_is_refused_by_its_name(
+    arguments, expected, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("empty").touch()
+    Path("text").write_text("hello")
+    Path("bytes").write_bytes(bytes(range(256)))
+    assert expected in refused(capsys, *arguments)
+
+
+def test_serve_points_at_an_option_that_looks_like_one_of_ours(capsys):
+    assert run("serve", "M", "--kv-treads", 3, "--kv-cache-dtype", "fp8", "--dry-run") == 0
+    told = capsys.readouterr()
+    assert told.out == "vllm serve M --kv-treads 3 --kv-cache-dtype fp8\n"
+    assert told.err == "--kv-treads is passed on to vLLM; did you mean --kv-threads?\n"
+
+
+def test_a_reader_that_goes_away_and_a_full_disk_are_told_without_a_traceback(model):
+    command = [Path(sys.executable).with_name("vllm-kvcompress"), "estimate", model]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "No space left" in done.stderr
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_an_interrupt_ends_with_130(monkeypatch, capsys):

@@ -163,7 +163,9 @@ class ModelLayers:
         try:
             config = json.loads(path.read_text())
         except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
+            raise ValueError(
+                f"{path} is not JSON: {error}; name a model's folder or its config.json"
+            ) from error
         name = str(model) if path.parent != Path(model) else path.parent.name
         return cls.parse(config, name, dtype)
 

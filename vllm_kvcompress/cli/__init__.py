@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from vllm_kvcompress import __version__
 from vllm_kvcompress.cli import (
@@ -33,9 +34,16 @@ not run, and a line on standard error says why and what to type; {INTERRUPTED} i
 """
 
 
+class Parser(argparse.ArgumentParser):
+    """Ends with one line for what cannot be read, however many options there are."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(ERROR, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command, a subparser a command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="vllm-kvcompress",
         description="Compressed KV cache for vLLM.",
         epilog=EPILOG,
@@ -78,7 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     level = {0: logging.WARNING, 1: logging.INFO}.get(arguments.verbose, logging.DEBUG)
     logging.basicConfig(level=level, format="%(name)s: %(message)s")
     try:
-        return arguments.run(arguments)
+        status = arguments.run(arguments)
+        # Here, where a pipe that is closed or a disk that is full can still be told.
+        sys.stdout.flush()
+        return status
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             # Nobody reads the rest; Python would complain once more when it flushes at exit.

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         return run_calibrated(arguments)
     if arguments.plot is not None:
         raise ValueError(f"{path} is no checkpoint: --plot draws the scales of one")
-    found = inspect_store(path) if path.is_dir() else inspect_blob(path.read_bytes())
+    found = inspect_store(path) if path.is_dir() else inspect_file(path)
     if arguments.json:
         print(json.dumps(found))
     elif path.is_dir():
@@ -59,6 +59,18 @@ def run_calibrated(arguments: argparse.Namespace) -> int:
     else:
         calibrated.print_calibrated(found)
     return 1 if found.get("faults") else 0
+
+
+def inspect_file(path: Path) -> dict[str, Any]:
+    """That of the blob in a file. Raises ValueError that names the file."""
+    from vllm_kvcompress.codecs import BlobError
+
+    try:
+        return inspect_blob(path.read_bytes())
+    except BlobError as error:
+        raise ValueError(
+            f"{path}: {error}; name a blob, the directory of a disk store, or a checkpoint"
+        ) from error
 
 
 def inspect_blob(blob: bytes) -> dict[str, Any]:
@@ -92,7 +104,10 @@ def inspect_store(root: Path) -> dict[str, Any]:
     marker = root / disk.MARKER
     namespaces = sorted(path.parent.name for path in root.glob(f"ns-*/{disk.MARKER}"))
     if not marker.is_file() and not namespaces:
-        raise ValueError(f"{root} is not a disk store: it has no {disk.MARKER}")
+        raise ValueError(
+            f"{root} is no disk store, which has a {disk.MARKER}, and no checkpoint, which has a "
+            "config.json; name one of them"
+        )
     groups: Counter[tuple[Any, ...]] = Counter()
     blob_bytes: Counter[tuple[Any, ...]] = Counter()
     damaged: list[dict[str, str]] = []

@@ -11,19 +11,25 @@ line is printed to standard error before it is run; with --dry-run it is printed
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from vllm_kvcompress.cli.options import (
+    KIVI,
+    OFFLOAD,
     add_kivi_options,
     add_offload_options,
     kivi_settings,
     offload_settings,
 )
+from vllm_kvcompress.config import KIVI_DTYPES, PROFILE, KiviSettings, OffloadSettings
 from vllm_kvcompress.evaluation.server import vllm_path
+from vllm_kvcompress.page_profile import load_page_profile
 
 TRANSFER = "--kv-transfer-config"
 ADDITIONAL = "--additional-config"
@@ -35,12 +41,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the line, and do not run it")
     add_offload_options(parser)
     add_kivi_options(parser)
+    parser.add_argument(
+        "--pages-profile",
+        metavar="DIR",
+        help="directory that `vllm-kvcompress calibrate` wrote: the layers to leave out of fp8 and "
+        "KIVI pages, and how the others are packed",
+    )
     parser.set_defaults(rest=[])
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the line, then become it."""
     command = vllm_command(arguments)
+    for hint in misspelt(arguments.rest):
+        print(hint, file=sys.stderr)
     if arguments.json:
         print(json.dumps(command))
     elif arguments.dry_run:
@@ -72,11 +86,31 @@ def vllm_command(arguments: argparse.Namespace) -> list[str]:
             "kv_connector_extra_config": offload,
         }
         command += [TRANSFER, json.dumps(transfer)]
+    pages: dict[str, Any] = {}
+    if arguments.pages_profile is not None:
+        _refuse_both(rest, ADDITIONAL, "--pages-profile")
+        load_page_profile(arguments.pages_profile)
+        pages[PROFILE] = os.path.abspath(arguments.pages_profile)
     if kivi:
         _refuse_both(rest, ADDITIONAL, "--kivi-...")
         _check_kivi(kivi, rest)
-        command += [ADDITIONAL, json.dumps({"kvcompress": {"kivi": kivi}})]
+        pages["kivi"] = kivi
+    if pages:
+        command += [ADDITIONAL, json.dumps({"kvcompress": pages})]
     return command
+
+
+def misspelt(rest: Sequence[str]) -> list[str]:
+    """What to look at among vLLM's options: those that look like one of ours."""
+    ours = ["--kv-store"]
+    for prefix, known in (("kv", OFFLOAD), ("kivi", KIVI)):
+        ours += [f"--{prefix}-{name.replace('_', '-')}" for name in known]
+    found = []
+    for text in rest:
+        option = text.partition("=")[0]
+        near = difflib.get_close_matches(option, ours, 1, 0.85) if option[:3] == "--k" else []
+        found += [f"{option} is passed on to vLLM; did you mean {name}?" for name in near]
+    return found
 
 
 def _refuse_both(rest: Sequence[str], option: str, ours: str) -> None:
@@ -86,14 +120,10 @@ def _refuse_both(rest: Sequence[str], option: str, ours: str) -> None:
 
 
 def _check_offload(settings: dict) -> None:
-    from vllm_kvcompress.config import OffloadSettings
-
     OffloadSettings.parse(settings)
 
 
 def _check_kivi(settings: dict, rest: Sequence[str]) -> None:
-    from vllm_kvcompress.config import KIVI_DTYPES, KiviSettings
-
     KiviSettings.parse({"kvcompress": {"kivi": settings}})
     dtype = option_value(rest, "--kv-cache-dtype")
     if dtype not in KIVI_DTYPES:
