@@ -42,18 +42,32 @@ def wait_until_ready(url: str, server: subprocess.Popen) -> None:
             time.sleep(0.5)
 
 
-def stored_chunks(url: str) -> float:
-    """How many chunks the connector has stored."""
+def counted(url: str, name: str) -> float:
+    """One of the server's counters; README lists those of this package."""
     lines = get(url + "/metrics").splitlines()
-    name = "vllm:kvcompress_stored_chunks_total"
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"vllm:{name}"))
+
+
+def wait_until_stored(url: str, chunks: int) -> None:
+    """Return when so many chunks have gone through the codec into the stores."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if counted(url, "kvcompress_stored_chunks_total") >= chunks:
+            return
+        time.sleep(0.2)
+    raise RuntimeError("nothing more was stored for a minute")
+
+
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def main() -> None:
     model = sys.argv[1] if len(sys.argv) > 1 else str(MODEL)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -74,9 +88,7 @@ def main() -> None:
                 answer = json.loads(get(url + "/v1/completions", body))
                 took = time.perf_counter() - start
                 print(f"{time_of_asking}: {took:.2f} s {answer['choices'][0]['text']!r}")
-            deadline = time.monotonic() + 60
-            while not stored_chunks(url) and time.monotonic() < deadline:
-                time.sleep(0.2)
+            wait_until_stored(url, 1)
             print("\nwhat the server counted:")
             for line in get(url + "/metrics").splitlines():
                 if line.startswith("vllm:kvcompress_") and "_created" not in line:

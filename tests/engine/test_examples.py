@@ -49,6 +49,25 @@ def test_serving_restores_what_it_stored_and_counts_it(smollm2):
 
 
 @pytest.mark.slow
+def test_what_one_server_has_computed_another_serves_from_the_store(smollm2):
+    out = run("two_servers.py", smollm2)
+    told = re.findall(r"(\d+) tokens from the store, first token after ([\d.]+) s, (.+)", out)
+    (cold, _, answer), (loaded, _, again) = told
+    assert int(cold) == 0 and int(loaded) >= 1024
+    assert answer != "''" != again
+
+
+@pytest.mark.slow
+def test_calibration_makes_a_checkpoint_that_generates_in_fp8(smollm2):
+    if not (ROOT / ".venv-calibrate" / "bin" / "python").is_file():
+        pytest.skip("the environment of calibration is not there: run `make calibrate`")
+    out = run("calibration.py", smollm2)
+    assert "FP8 scales of 30 layers, strategy tensor" in out
+    assert re.search(r"profile \w+: 30 layers of 3 KV heads of 64", out)
+    assert re.search(r"KV cache in fp8\w*: '.+' '.+'", out)
+
+
+@pytest.mark.slow
 def test_the_codec_takes_real_kv_there_and_back(smollm2):
     out = run("codec.py", smollm2)
     rows = {line.split()[0]: line.split() for line in out.splitlines() if " s " in line}
