@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
 from vllm_kvcompress import audit_metrics, compat
 from vllm_kvcompress.config import (
+    FOUR_BIT_DTYPE,
     FP8_DTYPES,
     IN_PLACE,
     KIVI_DTYPES,
+    PROFILE,
     SLIDING_WINDOW,
     Fp8Settings,
     KiviSettings,
+    profile_folder,
+    profile_of,
 )
 from vllm_kvcompress.kernels.kivi.format import DTYPES
+from vllm_kvcompress.page_profile import ModelShape, holds_page_profile
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,6 +35,7 @@ def check_config(vllm_config: VllmConfig) -> None:
     if vllm_config.model_config is None:
         return
     _apply_in_place(vllm_config)
+    _apply_profile(vllm_config)
     _check_skip_layers(vllm_config)
     settings = KiviSettings.parse(vllm_config.additional_config)
     Fp8Settings.parse(vllm_config.additional_config)
@@ -65,6 +73,82 @@ def _apply_in_place(vllm_config: VllmConfig) -> None:
             f"{cache.cache_dtype}; leave one of the two away"
         )
     cache.cache_dtype = wanted
+
+
+def _apply_profile(vllm_config: VllmConfig) -> None:
+    """Check the profile of the pages, and leave out the layers that it names unless the user names
+    others."""
+    cache, dtype = vllm_config.cache_config, vllm_config.cache_config.cache_dtype
+    folder = profile_folder(vllm_config.additional_config)
+    if folder is None:
+        _name_profile_at_hand(vllm_config)
+        return
+    profile = profile_of(vllm_config.additional_config)
+    try:
+        profile.check_model(folder, _shape_of(vllm_config))
+    except ValueError as error:
+        raise ValueError(f"additional_config: kvcompress: {PROFILE}: {error}") from error
+    where = f"profile {folder} ({profile.digest[:8]})"
+    if dtype in FP8_DTYPES:
+        told, layers = "FP8 pages", profile.fp8_skip_layers
+    elif dtype in KIVI_DTYPES:
+        told, layers = "KIVI pages", profile.kivi.skip_layers
+    else:
+        logger.warning(
+            "additional_config: kvcompress.%s changes nothing, as kv_cache_dtype is %s; choose "
+            "from %s",
+            PROFILE,
+            dtype,
+            ", ".join((*FP8_DTYPES, *KIVI_DTYPES)),
+        )
+        return
+    if dtype in KIVI_DTYPES and _has_some_windows(vllm_config):
+        logger.info(
+            "%s: %s: the same bits for all layers, and none left out, as vLLM makes the blocks of "
+            "layers with and without a window equally large",
+            told,
+            where,
+        )
+        return
+    chosen = cache.kv_cache_dtype_skip_layers
+    if not chosen:
+        cache.kv_cache_dtype_skip_layers = [str(layer) for layer in layers]
+    bits = ""
+    if dtype in KIVI_DTYPES:
+        clipping = KiviSettings.parse(vllm_config.additional_config).clipping
+        bits = f", clipping {clipping}, four bits for layers {_listed(profile.kivi.four_bits)}"
+    logger.info("%s: %s: left out layers %s%s", told, where, _listed(chosen or layers), bits)
+
+
+def _listed(entries: Iterable[Any]) -> str:
+    return ", ".join(map(str, sorted(entries))) or "none"
+
+
+def _name_profile_at_hand(vllm_config: VllmConfig) -> None:
+    model, dtype = vllm_config.model_config.model, vllm_config.cache_config.cache_dtype
+    if dtype in (*FP8_DTYPES, *KIVI_DTYPES) and holds_page_profile(model):
+        logger.info(
+            "%s holds a calibrated profile of its pages; to use it: --additional-config '%s'",
+            model,
+            json.dumps({"kvcompress": {PROFILE: str(model)}}),
+        )
+
+
+def _shape_of(vllm_config: VllmConfig) -> ModelShape:
+    model = vllm_config.model_config
+    text_config = model.hf_text_config
+    return ModelShape(
+        str(text_config.model_type),
+        text_config.num_hidden_layers,
+        model.get_total_num_kv_heads(),
+        model.get_head_size(),
+    )
+
+
+def _has_some_windows(vllm_config: VllmConfig) -> bool:
+    """Whether some layers have a sliding window and others none."""
+    kinds = getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ()
+    return len({"sliding" in str(kind) for kind in kinds}) > 1
 
 
 def _check_skip_layers(vllm_config: VllmConfig) -> None:
@@ -130,17 +214,23 @@ def _check_dtype(vllm_config: VllmConfig, cache_dtype: str) -> None:
         )
 
 
-def skipped_layer_dtype(vllm_config: VllmConfig, layer_name: str, window: int | None) -> str | None:
-    """The ``kv_cache_dtype`` of a layer that is left out of KIVI pages, None for vLLM's choice."""
+def layer_dtype(vllm_config: VllmConfig, layer_name: str, window: int | None) -> str | None:
+    """The ``kv_cache_dtype`` of a layer that has another than the engine's KIVI pages; None for
+    vLLM's choice."""
     cache = vllm_config.cache_config
-    entries = cache.kv_cache_dtype_skip_layers
-    if cache.cache_dtype not in KIVI_DTYPES or not entries:
+    entries = cache.kv_cache_dtype_skip_layers or ()
+    if cache.cache_dtype not in KIVI_DTYPES:
         return None
-    dtype = KiviSettings.parse(vllm_config.additional_config).skip_dtype
     skipped = window is not None and SLIDING_WINDOW in entries
-    if not skipped:
+    if not skipped and entries:
         skipped = str(compat.layer_number(layer_name)) in entries
-    return dtype if skipped and dtype != "auto" else None
+    if skipped:
+        dtype = KiviSettings.parse(vllm_config.additional_config).skip_dtype
+        return dtype if dtype != "auto" else None
+    profile = profile_of(vllm_config.additional_config)
+    if profile is None or not profile.kivi.four_bits or _has_some_windows(vllm_config):
+        return None
+    return FOUR_BIT_DTYPE if compat.layer_number(layer_name) in profile.kivi.four_bits else None
 
 
 def _check_kivi(vllm_config: VllmConfig, cache_dtype: str, settings: KiviSettings) -> None:
@@ -173,8 +263,9 @@ def _check_kivi(vllm_config: VllmConfig, cache_dtype: str, settings: KiviSetting
             "this model; name fewer, or leave kv_cache_dtype away"
         )
     if settings.skip_dtype != "auto":
+        config = vllm_config.additional_config
         where = f"additional_config: kvcompress.kivi: skip_dtype is {settings.skip_dtype}"
-        if not cache.kv_cache_dtype_skip_layers:
+        if not cache.kv_cache_dtype_skip_layers and profile_of(config) is None:
             raise ValueError(f"{where}, and --kv-cache-dtype-skip-layers names no layer")
     block = cache.block_size
     if not cache.user_specified_block_size and block % settings.group_size:

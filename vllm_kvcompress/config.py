@@ -1,4 +1,4 @@
-"""All settings, validated: of the offload connector and of KIVI pages."""
+"""All settings, validated: of the offload connector and of pages in place."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.kernels.kivi.format import PageFormat
+from vllm_kvcompress.page_profile import PageProfile, load_page_profile
 from vllm_kvcompress.stores import parse_size
 
 if TYPE_CHECKING:
@@ -167,6 +168,9 @@ KIVI_DTYPES = {
 }
 """The ``kv_cache_dtype`` names of KIVI pages: bits of K, bits of V."""
 
+FOUR_BIT_DTYPE = "kivi_4bit"
+"""That of the layers to which a profile gives four bits."""
+
 FP8_DTYPES = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 """vLLM's ``kv_cache_dtype`` names of FP8 pages, and what their codes are."""
 
@@ -191,8 +195,54 @@ one scale a token, and V is rotated. ``balanced`` loses less at the same bits.""
 
 _FITS = {"none": "minmax", "least_squares": "unbiased"}
 
+CLIPPINGS = tuple(_FITS)
+"""How scales of KIVI pages are found."""
+
+PROFILE = "profile"
+"""The setting, beside the sections, that names a directory that calibration wrote."""
 
 _SECTIONS = ("kivi", "fp8")
+
+
+def _ours(additional_config: Any) -> Mapping[str, Any]:
+    """What ``additional_config["kvcompress"]`` holds.
+
+    Raises ValueError, which names the choices, for what is no object and for unknown settings.
+    """
+    where = "additional_config: kvcompress"
+    ours = additional_config.get("kvcompress", {}) if isinstance(additional_config, dict) else {}
+    if not isinstance(ours, Mapping):
+        raise ValueError(f'{where} is {ours!r}; expected an object such as {{"kivi": {{}}}}')
+    unknown = sorted(set(ours) - {*_SECTIONS, PROFILE})
+    if unknown:
+        raise ValueError(
+            f"{where}: unknown setting {unknown[0]!r}; choose from "
+            f"{', '.join((*_SECTIONS, PROFILE))}"
+        )
+    return ours
+
+
+def profile_folder(additional_config: Any) -> str | None:
+    """The directory with a profile of the pages, ``additional_config["kvcompress"]["profile"]``.
+
+    Raises ValueError for what cannot be one.
+    """
+    given = _ours(additional_config).get(PROFILE)
+    if given is not None and (not isinstance(given, str) or not given):
+        raise ValueError(
+            f"additional_config: kvcompress: {PROFILE} is {given!r}; expected the directory that "
+            "`vllm-kvcompress calibrate` wrote"
+        )
+    return given
+
+
+def profile_of(additional_config: Any) -> PageProfile | None:
+    """The profile of the pages, None if none is set. Raises ValueError for one that is not good."""
+    folder = profile_folder(additional_config)
+    try:
+        return None if folder is None else load_page_profile(folder)
+    except ValueError as error:
+        raise ValueError(f"additional_config: kvcompress: {PROFILE}: {error}") from error
 
 
 def _section(additional_config: Any, name: str, settings: type) -> tuple[str, Mapping[str, Any]]:
@@ -200,17 +250,8 @@ def _section(additional_config: Any, name: str, settings: type) -> tuple[str, Ma
 
     Raises ValueError, which names the choices, for what is no object and for unknown settings.
     """
-    where = "additional_config: kvcompress"
-    ours = additional_config.get("kvcompress", {}) if isinstance(additional_config, dict) else {}
-    if not isinstance(ours, Mapping):
-        raise ValueError(f'{where} is {ours!r}; expected an object such as {{"{name}": {{}}}}')
-    unknown = sorted(set(ours) - set(_SECTIONS))
-    if unknown:
-        raise ValueError(
-            f"{where}: unknown setting {unknown[0]!r}; choose from {', '.join(_SECTIONS)}"
-        )
-    given = ours.get(name, {})
-    where += f".{name}"
+    given = _ours(additional_config).get(name, {})
+    where = f"additional_config: kvcompress.{name}"
     fields = settings.__dataclass_fields__
     if not isinstance(given, Mapping):
         first = next(iter(fields))
@@ -268,7 +309,8 @@ class KiviSettings:
     def parse(cls, additional_config: Any) -> KiviSettings:
         """Validate ``additional_config["kvcompress"]["kivi"]``.
 
-        Raises ValueError, which names the setting and the choices.
+        A profile gives ``clipping`` where the user has not, but for the published method. Raises
+        ValueError, which names the setting and the choices.
         """
         where, given = _section(additional_config, "kivi", cls)
 
@@ -282,7 +324,7 @@ class KiviSettings:
 
         for name, choices in (
             ("preset", tuple(PRESETS)),
-            ("clipping", tuple(_FITS)),
+            ("clipping", CLIPPINGS),
             ("skip_dtype", ("auto", *FP8_DTYPES)),
         ):
             check(name, given.get(name) in choices, " or ".join(choices))
@@ -301,8 +343,12 @@ class KiviSettings:
         check("rotate_values", isinstance(rotate, bool) or rotate == "auto", "true, false or auto")
         share = number("pool_share", int, float)
         check("pool_share", share is not None and 0 < share <= 0.9, "a share above 0, up to 0.9")
-        preset = PRESETS[given.get("preset", cls.preset)]
-        return cls(**{**preset, **given})
+        name = given.get("preset", cls.preset)
+        profile = profile_of(additional_config) if name == "balanced" else None
+        calibrated = {}
+        if profile is not None and profile.kivi.clipping is not None:
+            calibrated["clipping"] = profile.kivi.clipping
+        return cls(**{**PRESETS[name], **calibrated, **given})
 
     def page_format(
         self, cache_dtype: str, block_tokens: int, head_size: int, dtype: Any

@@ -21,5 +21,5 @@ def register() -> None:
     compat.register_connector("KVCompressConnector", "vllm_kvcompress.connector.connector")
     compat.add_cache_dtypes(KIVI_DTYPES)
     compat.route_attention(routing.attention_backend, routing.KIVI_BACKEND)
-    compat.on_layer(checks.skipped_layer_dtype, built)
+    compat.on_layer(checks.layer_dtype, built)
     compat.on_config(checks.check_config)

@@ -9,23 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionImpl,
     AttentionMetadataBuilder,
-    AttentionType,
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_kvcompress import compat
+from vllm_kvcompress.attention.base import PageBackend, PageImpl
 from vllm_kvcompress.attention.residual import (
     ResidualPool,
     StepInput,
@@ -33,8 +30,7 @@ from vllm_kvcompress.attention.residual import (
     new_lives,
     slots_for,
 )
-from vllm_kvcompress.config import KIVI_DTYPES, KiviSettings
-from vllm_kvcompress.kernels.attention import Attention
+from vllm_kvcompress.config import FOUR_BIT_DTYPE, KIVI_DTYPES, KiviSettings
 from vllm_kvcompress.kernels.kivi import implementation
 from vllm_kvcompress.kernels.kivi.format import DTYPES, HEAD_SIZES, PageFormat
 
@@ -47,16 +43,14 @@ MUCH_PADDING = 1.25
 """A block that is so much larger than its page is worth a warning."""
 
 
-class KiviBackend(AttentionBackend):
+class KiviBackend(PageBackend):
     """Chosen for the layers whose ``kv_cache_dtype`` is one of ours."""
 
+    cache_dtype: ClassVar[str | None] = None
+    """The layers' ``kv_cache_dtype``; None: the engine's."""
     forward_includes_kv_cache_update: bool = True
     supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(KIVI_DTYPES)
-
-    @staticmethod
-    def get_name() -> str:
-        return compat.CUSTOM_BACKEND
 
     @staticmethod
     def get_impl_cls() -> type[KiviImpl]:
@@ -75,18 +69,6 @@ class KiviBackend(AttentionBackend):
         return list(HEAD_SIZES)
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout.LBHNC,)
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """The bytes of a KIVI page for a layer with our dtype, anything else as it is."""
         if not compat.is_opaque_spec(spec):
@@ -95,9 +77,15 @@ class KiviBackend(AttentionBackend):
         # vLLM asks for the bytes of one token before a sliding-window layer has its block.
         block = spec.block_size if spec.block_size > 1 else active.block_tokens
         fmt = active.settings.page_format(
-            active.cache_dtype, block, spec.head_size, active.model_dtype
+            cls.cache_dtype or active.cache_dtype, block, spec.head_size, active.model_dtype
         )
         return replace(spec, state_content_bytes=fmt.token_bytes)
+
+
+class FourBitBackend(KiviBackend):
+    """Chosen for the layers to which a profile gives four bits."""
+
+    cache_dtype = FOUR_BIT_DTYPE
 
 
 @dataclass(frozen=True)
@@ -382,39 +370,16 @@ def _per_token(
     )
 
 
-class KiviImpl(AttentionImpl):
+class KiviImpl(PageImpl):
     """Attention of one layer, and what it stores."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "kivi_2bit",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        if attn_type != AttentionType.DECODER:
-            raise ValueError(f"kv_cache_dtype {kv_cache_dtype}: no attention of type {attn_type}")
-        if kv_sharing_target_layer_name is not None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.kv_sharing_target_layer_name is not None:
             raise ValueError(
-                f"kv_cache_dtype {kv_cache_dtype}: a layer that shares the KV cache of "
-                f"{kv_sharing_target_layer_name} is not supported"
+                f"kv_cache_dtype {self.kv_cache_dtype}: a layer that shares the KV cache of "
+                f"{self.kv_sharing_target_layer_name} is not supported"
             )
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = float(scale)
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.sliding_window = sliding_window
-        self.kv_cache_dtype = kv_cache_dtype
-        self.soft_cap = float(logits_soft_cap or 0.0)
-        self.alibi_slopes = alibi_slopes
-        self.sinks = sinks
         self.model_dtype = _active().model_dtype
         self.settings = _active().settings
         self.group: PooledGroup | None = None
@@ -441,18 +406,6 @@ class KiviImpl(AttentionImpl):
         """The format of this layer's pages."""
         return self.settings.page_format(
             self.kv_cache_dtype, block_tokens, self.head_size, self.model_dtype
-        )
-
-    @cached_property
-    def attention(self) -> Attention:
-        device = self.exact_keys.device
-        slopes = self.alibi_slopes
-        return Attention(
-            scale=self.scale,
-            window=self.sliding_window or 0,
-            soft_cap=self.soft_cap,
-            slopes=None if slopes is None else torch.tensor(slopes, device=device).float(),
-            sinks=None if self.sinks is None else self.sinks.detach().to(device).float(),
         )
 
     def forward(
@@ -580,7 +533,8 @@ def reserve_pool(vllm_config: VllmConfig, available: int) -> int:
     for impl in impls:
         impl.pool_tokens = slots * size
     taken = slots * size * per_token
-    fmt = impls[0].page_format(size)
+    values = sum(2 * impl.num_kv_heads * impl.head_size for impl in impls)
+    packed = sum(impl.page_format(size).token_bytes * impl.num_kv_heads for impl in impls)
     page = sum(
         layer.impl.page_format(size).page_bytes * layer.impl.num_kv_heads
         if isinstance(layer.impl, KiviImpl)
@@ -593,7 +547,7 @@ def reserve_pool(vllm_config: VllmConfig, available: int) -> int:
         "KIVI pages: %s, preset %s, %.3g bits a value%s",
         active.cache_dtype,
         active.settings.preset,
-        fmt.bits_per_value,
+        8 * packed / values,
         f"; {available // page * size:,} tokens in {available / 2**30:.2f} GiB of pages alone"
         if alone
         else "",

@@ -7,9 +7,10 @@ from typing import Any
 
 from vllm_kvcompress import checks, compat
 from vllm_kvcompress.attention import folding
-from vllm_kvcompress.config import FP8_DTYPES, KIVI_DTYPES
+from vllm_kvcompress.config import FOUR_BIT_DTYPE, FP8_DTYPES, KIVI_DTYPES
 
 KIVI_BACKEND = "vllm_kvcompress.attention.kivi.KiviBackend"
+FOUR_BIT_BACKEND = "vllm_kvcompress.attention.kivi.FourBitBackend"
 FP8_BACKEND = "vllm_kvcompress.attention.fp8.Fp8Backend"
 
 
@@ -22,7 +23,7 @@ def attention_backend(config: Any, default: Callable[[Any], str]) -> str:
     dtype = config.kv_cache_dtype
     if dtype in KIVI_DTYPES:
         _refuse(config, checks.refused_layer(config))
-        return KIVI_BACKEND
+        return FOUR_BIT_BACKEND if dtype == FOUR_BIT_DTYPE else KIVI_BACKEND
     if dtype not in FP8_DTYPES or config.use_mla or config.attn_type != "decoder":
         return default(config)
     if compat.is_cpu() or (FP8_DTYPES[dtype] == "e4m3" and compat.lacks_e4m3()):
@@ -45,8 +46,9 @@ def check_layer(layer: Any) -> None:
     ValueError.
     """
     dtype, backend = layer.kv_cache_dtype, layer.attn_backend
-    name, *derived_from = (f"{base.__module__}.{base.__qualname__}" for base in backend.__mro__)
-    if KIVI_BACKEND in derived_from or (dtype in KIVI_DTYPES and name != KIVI_BACKEND):
+    names = [f"{base.__module__}.{base.__qualname__}" for base in backend.__mro__]
+    ours = names[0] in (KIVI_BACKEND, FOUR_BIT_BACKEND)
+    if not ours and (KIVI_BACKEND in names or dtype in KIVI_DTYPES):
         raise ValueError(
             f"kv_cache_dtype {dtype}: {layer.layer_name} is a {type(layer).__name__} on "
             f"{backend.__name__}, which KIVI pages do not support; choose another kv_cache_dtype"

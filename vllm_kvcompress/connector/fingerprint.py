@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress import __version__, compat
-from vllm_kvcompress.config import KiviSettings
+from vllm_kvcompress.config import PROFILE, KiviSettings, profile_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,6 +50,7 @@ def server_fingerprint(
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
     speculative = vllm_config.speculative_config
+    profile = profile_of(vllm_config.additional_config)
     settings: dict[str, Any] = {
         "format": FORMAT,
         "version": __version__.rpartition(".")[0],
@@ -79,10 +80,20 @@ def server_fingerprint(
             parallel.decode_context_parallel_size,
         ],
         "speculative": None if speculative is None else [speculative.method, speculative.model],
-        "additional": vllm_config.additional_config,
+        "additional": _without_profile(vllm_config.additional_config),
         "kivi": repr(KiviSettings.parse(vllm_config.additional_config)),
+        "page_profile": profile and profile.digest,
     }
     return digest(codec_key, json.dumps(settings, sort_keys=True, default=str).encode())
+
+
+def _without_profile(additional_config: Any) -> Any:
+    """The user's additional configuration without the directory of a profile, which may lie
+    anywhere: its digest tells it from others."""
+    if not isinstance(additional_config, dict) or "kvcompress" not in additional_config:
+        return additional_config
+    ours = {k: v for k, v in additional_config["kvcompress"].items() if k != PROFILE}
+    return {**additional_config, "kvcompress": ours}
 
 
 def _model_identity(name: str, revision: str | None, vllm_config: VllmConfig) -> list[Any]:
