@@ -70,12 +70,12 @@ class Bench:
             },
         )
         self.link = streaming_link.link(LINK)
-        # A few tokens behind the last whole chunk, which are computed in any case.
+        # One token behind the last whole chunk, as the last one is computed in any case.
         text = (ROOT / "README.md").read_text() * 3
         ids = self.llm.get_tokenizer().encode(text)
         if len(ids) < tokens:
             raise SystemExit(f"--tokens {tokens}: the text has only {len(ids)}")
-        self.prompt = ids[: tokens // CHUNK * CHUNK + 8]
+        self.prompt = ids[: tokens // CHUNK * CHUNK + 1]
 
     @property
     def chunks(self) -> int:

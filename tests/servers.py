@@ -138,7 +138,7 @@ def object_server(folder: Path) -> Iterator[str]:
         *(str(weed), "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3"),
         *(f"-s3.port={s3}", f"-s3.config={folder / 's3.json'}", f"-master.port={master}"),
         *(f"-volume.port={volume}", f"-filer.port={filer}", "-master.volumeSizeLimitMB=64"),
-        *("-volume.max=20", "-master.telemetry=false"),
+        *("-volume.max=200", "-master.telemetry=false"),
         # Ports of its own that nobody asked for would be the same for every server.
         *("-s3.port.iceberg=0", "-s3.port.lance=0"),
     ]

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from tests.engine.conftest import CHUNK, Engine, prompt
 from tests.servers import Link, ValkeyServer
 
 Action = Callable[[Link, ValkeyServer], object]
+
+LOAD = [prompt(2 * CHUNK + 9 * i, seed=30 + i // 2) for i in range(8)]
+"""Prompts of a busy engine."""
 
 
 @dataclass(frozen=True)
@@ -107,3 +111,14 @@ def healed(engine: Engine) -> bool:
     engine.settle()
     engine.forget_local()
     return engine.generate(text)[0].cached == CHUNK
+
+
+def wait_until_healed(engine: Engine) -> None:
+    deadline = time.monotonic() + 60
+    while not healed(engine):
+        assert time.monotonic() < deadline, engine.metrics()
+        time.sleep(0.1)
+
+
+def threads_of_the_engine() -> int:
+    return sum(not thread.name.startswith("link") for thread in threading.enumerate())

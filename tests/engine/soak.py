@@ -19,7 +19,7 @@ from pathlib import Path
 from tests import servers
 from tests.engine.conftest import CHUNK, Engine, prompt, running_engine
 from tests.engine.models import tiny_llama
-from tests.engine.outages import OUTAGES
+from tests.engine.outages import OUTAGES, threads_of_the_engine
 
 PROMPTS = 40
 MEGABYTES_OF_GROWTH = 64
@@ -32,7 +32,7 @@ def measure() -> dict[str, float]:
     return {
         "megabytes": int(status.split("VmRSS:")[1].split()[0]) / 1024,
         "files": len(os.listdir("/proc/self/fd")) - 2 * links(),
-        "threads": sum(not thread.name.startswith("link") for thread in threading.enumerate()),
+        "threads": threads_of_the_engine(),
     }
 
 

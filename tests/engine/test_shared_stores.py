@@ -15,7 +15,7 @@ import pytest
 
 from tests import servers
 from tests.engine.conftest import BLOCK, CHUNK, Answer, prompt, running_engine
-from tests.engine.outages import healed, valkey_store
+from tests.engine.outages import valkey_store, wait_until_healed
 from vllm_kvcompress.stores import remote
 
 CHUNKS = 4
@@ -199,9 +199,7 @@ def test_a_server_that_is_down_at_the_start_is_used_when_it_comes(llama, server,
         cold = engine.generate(text)[0]
         assert cold.cached == 0
         server.start()
-        deadline = time.monotonic() + 60
-        while not healed(engine):
-            assert time.monotonic() < deadline
+        wait_until_healed(engine)
         engine.forget_local()
         assert engine.generate(text)[0].tokens == cold.tokens
 
@@ -236,6 +234,26 @@ def test_a_store_that_hangs_costs_a_request_its_lookup_deadline_and_the_next_one
             assert [answer._owed for answer in asked] == [1, 0, 0, 0, 0]
         finally:
             server.go_on()
+
+
+def test_a_burst_of_two_hundred_requests_on_a_tiny_pool_ends_with_the_right_answers(
+    llama, valkey_server
+):
+    texts = [prompt(CHUNK + 7 * number, seed=200 + number) for number in range(25)]
+    tight = {"num_gpu_blocks_override": 40, "max_model_len": 512, "max_num_seqs": 64}
+    with running_engine(llama, None, **tight) as engine:
+        expected = [answer.tokens for answer in engine.generate(*texts)]
+    stores = [{"type": "memory", "bytes": "256KiB"}, valkey_store(valkey_server.port)]
+    with running_engine(llama, {"codec": "raw", "stores": stores}, **tight) as engine:
+        for _ in range(2):
+            answers = engine.generate(*(8 * texts))
+            assert [answer.tokens for answer in answers] == 8 * expected
+            engine.settle()
+            engine.forget_local()
+        metrics = engine.metrics()
+        assert metrics["loaded_chunks"] >= len(texts)
+        assert metrics["evictions"] > 0
+        assert not metrics.get("load_failures{error}")
 
 
 @pytest.mark.slow
