@@ -273,6 +273,16 @@ def test_doctor_tells_a_vllm_that_does_not_do(versions, expected, monkeypatch):
     assert expected in found["vllm"].remedy
 
 
+def test_doctor_tells_what_only_some_things_need(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda name: "1" if name == "valkey" else None)
+    monkeypatch.setenv("KVCOMPRESS_CALIBRATE_PYTHON", "/other/python")
+    there, lacking, calibration = doctor._optional()
+    assert there.text == "valkey 1"
+    assert "obstore (the store object)" in lacking.text
+    assert lacking.remedy.startswith("pip install zstandard obstore")
+    assert calibration.text == "in /other/python"
+
+
 def test_kernels_that_do_not_exist_are_found(monkeypatch):
     monkeypatch.setenv("VLLM_KVCOMPRESS_KERNELS", "gpu")
     assert doctor._kernels().status == doctor.MISSING

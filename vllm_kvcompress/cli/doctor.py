@@ -238,12 +238,33 @@ def _choices() -> list[Finding]:
     ]
 
 
+OPTIONAL = {
+    "zstandard": "offload of packed pages",
+    "valkey": "the store valkey",
+    "obstore": "the store object",
+    "cryptography": "sealed stores",
+    "resvg-py": "report --images",
+    "lm-eval": "eval --lm-eval",
+}
+"""Packages that only some things need."""
+
+
 def _optional() -> list[Finding]:
-    """What only some commands use."""
-    wanted = {"resvg-py": "report --images", "lm-eval": "eval --lm-eval"}
-    told = [
-        f"{name} {_version(name) or 'not installed'} ({command})"
-        for name, command in wanted.items()
-    ]
-    lacks = any(_version(name) is None for name in wanted)
-    return [Finding("optional", NOTE if lacks else GOOD, ", ".join(told))]
+    """What only some commands and settings use."""
+    from vllm_kvcompress.cli import calibrate
+
+    versions = {name: _version(name) for name in OPTIONAL}
+    found = []
+    there = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    if there:
+        found.append(Finding("optional", GOOD, there))
+    lacking = [name for name, version in versions.items() if version is None]
+    if lacking:
+        told = ", ".join(f"{name} ({OPTIONAL[name]})" for name in lacking)
+        remedy = f"pip install {' '.join(lacking)}, to use it"
+        found.append(Finding("optional", NOTE, f"not installed: {told}", remedy))
+    try:
+        return [*found, Finding("calibration", GOOD, f"in {calibrate.python()}")]
+    except ValueError:
+        remedy = f"make calibrate, or set {calibrate.ENVIRONMENT} to a Python with LLM Compressor"
+        return [*found, Finding("calibration", NOTE, "its environment is not there", remedy)]
