@@ -149,6 +149,7 @@ def session(
                 "seed": 0,
                 "skip_tokenizer_init": True,
                 "disable_log_stats": False,
+                "use_tqdm_on_load": False,
                 "max_model_len": max_model_len,
                 "max_num_seqs": AT_A_TIME,
                 "max_num_batched_tokens": prefill_chunk,
