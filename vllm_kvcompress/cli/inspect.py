@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvcompress.cli import calibrated
+from vllm_kvcompress.progress import Progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,20 +112,24 @@ def inspect_store(root: Path) -> dict[str, Any]:
     groups: Counter[tuple[Any, ...]] = Counter()
     blob_bytes: Counter[tuple[Any, ...]] = Counter()
     damaged: list[dict[str, str]] = []
-    for path in blob_files(root):
-        try:
-            blob = path.read_bytes()
-            header, _ = container.unpack(blob)
-        except FileNotFoundError:
-            # Evicted by a server that uses the store.
-            continue
-        except BlobError as error:
-            damaged.append({"path": str(path), "error": type(error).__name__, "detail": str(error)})
-            continue
-        dtype = str(header.dtype).removeprefix("torch.")
-        key = (header.codec, header.level, dtype, header.shape)
-        groups[key] += 1
-        blob_bytes[key] += len(blob)
+    paths = list(blob_files(root))
+    with Progress(len(paths), "blob") as progress:
+        for path in paths:
+            progress.advance()
+            try:
+                blob = path.read_bytes()
+                header, _ = container.unpack(blob)
+            except FileNotFoundError:
+                # Evicted by a server that uses the store.
+                continue
+            except BlobError as error:
+                told = {"error": type(error).__name__, "detail": str(error)}
+                damaged.append({"path": str(path), **told})
+                continue
+            dtype = str(header.dtype).removeprefix("torch.")
+            key = (header.codec, header.level, dtype, header.shape)
+            groups[key] += 1
+            blob_bytes[key] += len(blob)
     rows = []
     for key, count in groups.most_common():
         codec, level, dtype, shape = key

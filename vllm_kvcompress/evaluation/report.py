@@ -490,7 +490,8 @@ h2{font-size:1.3rem;margin:0 0 8px}h3{font-size:1rem;margin:24px 0 10px}
 section,.found{background:var(--card);border:1px solid var(--line);border-radius:12px;
 padding:22px 24px;margin:22px 0}
 .found ul{margin:0;padding-left:20px}.found li{margin:4px 0}
-.n{display:none}svg{display:block;max-width:100%;height:auto}
+.n{display:none}.n svg{width:100%;max-width:560px}
+svg{display:block;max-width:100%;height:auto}
 summary{cursor:pointer;color:var(--soft);margin-top:16px}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;font-size:.875rem;margin-top:10px;min-width:100%}
