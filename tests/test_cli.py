@@ -396,7 +396,7 @@ def test_what_cannot_be_read_is_told_in_one_line_with_what_to_type(arguments, ex
         (("report", "folder"), "folder: Is a directory"),
         (("report", "bytes"), "bytes is no JSON"),
         (("inspect", "nothing"), "nothing: No such file"),
-        (("inspect", "folder"), "folder is no disk store"),
+        (("inspect", "folder"), "folder is not a disk store"),
         (("inspect", "text"), "text: not a blob"),
         (("inspect", "empty"), "empty: the blob ends"),
         (("serve", "M", "--kv-store", "disk"), "write TYPE:SETTING"),

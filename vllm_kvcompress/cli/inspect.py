@@ -106,8 +106,8 @@ def inspect_store(root: Path) -> dict[str, Any]:
     namespaces = sorted(path.parent.name for path in root.glob(f"ns-*/{disk.MARKER}"))
     if not marker.is_file() and not namespaces:
         raise ValueError(
-            f"{root} is no disk store, which has a {disk.MARKER}, and no checkpoint, which has a "
-            "config.json; name one of them"
+            f"{root} is not a disk store: it has no {disk.MARKER}; and not a checkpoint: it has no "
+            "config.json. Name one of them"
         )
     groups: Counter[tuple[Any, ...]] = Counter()
     blob_bytes: Counter[tuple[Any, ...]] = Counter()
