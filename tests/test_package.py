@@ -156,11 +156,11 @@ def test_inspect_store_counts_damaged_blobs(tmp_path, capsys):
     first, second, _ = sorted(path.rglob("*.kv"))
     first.write_bytes(first.read_bytes()[:-1])
     second.write_bytes(second.read_bytes()[:-1] + b"\xff")
-    assert cli.main(["inspect", str(path), "--json"]) == 0
+    assert cli.main(["inspect", str(path), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["blobs"] == 1
     assert {blob["error"] for blob in found["damaged"]} == {"WrongLength", "ChecksumMismatch"}
-    assert cli.main(["inspect", str(path)]) == 0
+    assert cli.main(["inspect", str(path)]) == 1
     assert capsys.readouterr().out.count("damaged: ") == 2
 
 

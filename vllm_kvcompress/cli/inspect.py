@@ -33,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the description of the path. Nothing is written to the store."""
+    """Print the description of the path; 1 where a store holds damaged blobs.
+
+    Nothing is written to the store.
+    """
     path: Path = arguments.path
     if path.is_dir() and calibrated.is_calibrated(path):
         return run_calibrated(arguments)
@@ -47,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         for name, value in found.items():
             print(f"{name:18} {value}")
-    return 0
+    return 1 if found.get("damaged") else 0
 
 
 def run_calibrated(arguments: argparse.Namespace) -> int:
