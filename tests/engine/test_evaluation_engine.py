@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.engine.models import add_byte_tokenizer, tiny_llama
 from vllm_kvcompress import cli
+from vllm_kvcompress.evaluation import engine, quality
+from vllm_kvcompress.evaluation.settings import parse_setting
+from vllm_kvcompress.evaluation.tasks import Question
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +26,41 @@ def run(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, dict]:
     status = cli.main([*map(str, arguments), "--json"])
     # vLLM may print lines of its own before.
     return status, json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+class CountingEngine:
+    """Answers everything with the first token, and has all that was asked before in its store."""
+
+    def generate(self, prompts, parameters, use_tqdm):
+        score = SimpleNamespace(logprob=-1.0, rank=1)
+        return [
+            SimpleNamespace(
+                prompt_logprobs=[{token: score} for token in prompt["prompt_token_ids"]],
+                outputs=[SimpleNamespace(token_ids=[0] * parameters.max_tokens)],
+                num_cached_tokens=1,
+            )
+            for prompt in prompts
+        ]
+
+    def reset_prefix_cache(self):
+        return True
+
+    def get_metrics(self):
+        return []
+
+
+@pytest.mark.parametrize("setting", ["auto", "offload:raw"])
+def test_the_bar_ends_where_everything_has_been_asked(setting, monkeypatch):
+    monkeypatch.setattr(engine.compat, "finish_stores", lambda llm: None)
+    plan = quality.Plan(history=300, scored=20, answer_tokens=10)
+    question = Question("passkey", 400, 0.5, [0] * 400, "1")
+    asked = quality.Inputs([[0] * 321] * 6, [question] * 5, [[0] * 300] * 3)
+    done = []
+    progress = SimpleNamespace(advance=done.append)
+    session = engine.Session(CountingEngine(), parse_setting(setting), progress)
+    quality.measure(session, plan, asked, str, None)
+    assert sum(done) == asked.tokens(plan)
+    assert len(done) >= 6
 
 
 SMALL = (
