@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,15 +23,22 @@ EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in pan
 def run(name: str, model: Path) -> str:
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, EXAMPLES / name, model],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=600,
         env=environment,
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    try:
+        out, errors = process.communicate(timeout=900)
+    finally:
+        # Servers that it has started must not outlive it.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, out[-2000:] + errors[-4000:]
+    return out
 
 
 @pytest.mark.slow
