@@ -1,14 +1,15 @@
 """KIVI pages in the real engine against its own bf16 pages: speed, log-probabilities, retrieval.
 
     python benchmarks/engine_kivi.py speed [--context 7936] [--batch 1 4 8] [--prefill 4096]
-    python benchmarks/engine_kivi.py logprobs [--windows 2]
-    python benchmarks/engine_kivi.py passkey [--lengths 2048 4096 8192] [--trials 2]
+    python benchmarks/engine_kivi.py logprobs [--windows 2] [--dtype ...]
+    python benchmarks/engine_kivi.py passkey [--lengths 2048 4096 8192] [--trials 2] [--dtype ...]
 
 Each starts an engine a setting, one after another in this process, and prints ratios or
 differences. ``speed``: the sequences of a batch share a prefix of ``context`` tokens that is
 computed once, and decode side by side. ``logprobs``: the last 256 of 1,792 tokens, prefilled in
 chunks of 64 so that history is read as stored; nats a token above bf16. ``passkey``: a number
-hidden in text, at depths spread evenly, asked for at the end.
+hidden in text, at depths spread evenly, asked for at the end. ``--dtype float32`` where a CPU
+computes bf16 slowly.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bf16": ("auto", {}),
+    "bf16": ("auto", {}),  # or what --dtype says
     "balanced": ("kivi_2bit", {}),
     "balanced G128": ("kivi_2bit", {"group_size": 128}),
     "kivi G32": ("kivi_2bit", {"preset": "kivi"}),
@@ -45,14 +46,15 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @contextmanager
-def engine(model: Path, name: str, **options: Any) -> Iterator[Any]:
+def engine(args: argparse.Namespace, name: str, **options: Any) -> Iterator[Any]:
     """An engine with one of SETTINGS in this process."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
     cache_dtype, kivi = SETTINGS[name]
     llm = LLM(
-        str(model),
+        str(args.model),
+        dtype=args.dtype,
         kv_cache_dtype=cache_dtype,
         additional_config={"kvcompress": {"kivi": kivi}} if kivi else {},
         enforce_eager=True,
@@ -100,7 +102,7 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     for name in args.settings:
         own = found[name] = {}
         with engine(
-            args.model,
+            args,
             name,
             max_model_len=length + 256,
             max_num_seqs=max(args.batch),
@@ -137,7 +139,7 @@ def logprobs(args: argparse.Namespace) -> dict[str, Any]:
     nats: dict[str, list[float]] = {}
     for name in args.settings:
         with engine(
-            args.model,
+            args,
             name,
             max_model_len=2048,
             max_num_seqs=4,
@@ -186,7 +188,7 @@ def passkey(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in args.settings:
         with engine(
-            args.model,
+            args,
             name,
             max_model_len=max(args.lengths),
             max_num_seqs=4,
@@ -212,6 +214,7 @@ def main() -> None:
     kinds = ["speed", "logprobs", "passkey"]
     parser.add_argument("what", nargs="?", choices=kinds, default="speed")
     parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--dtype", default="bfloat16", help="of the model (%(default)s)")
     parser.add_argument(
         "--settings", nargs="+", choices=SETTINGS, default=["bf16", "balanced", "kivi G32"]
     )

@@ -141,8 +141,10 @@ def test_an_engine_that_is_killed_while_it_stores_and_loads_leaves_a_store_other
             other.generate(*texts[:4])
             other.send(*texts, forget=True)
             deadline = time.monotonic() + 60
-            while len(engine.manager._shared_stores[0].keys()) < 6 * CHUNKS:
+            store = engine.manager._shared_stores[0]
+            while len(store.keys()) < 6 * CHUNKS:
                 assert time.monotonic() < deadline
+                store.refresh()
         finally:
             other.kill()
         answers = engine.generate(*texts)
