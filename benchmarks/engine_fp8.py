@@ -1,14 +1,14 @@
 """FP8 pages in the real engine against its bf16 pages: nats a token on real text.
 
-    python benchmarks/engine_fp8.py [--model DIR] [--tokens 1024] [--texts 3]
+    python benchmarks/engine_fp8.py [--model DIR] [--tokens 1024] [--texts 3] [--samples 8]
         [--models checkpoint rescaled] [--json FILE]
 
 Two models: the checkpoint, and the same one with K and V rescaled, differently by head, so that
 they do not fit FP8 at scale 1.0, while queries and the output projection make good for it: it
-computes the same. Each is served with bf16 pages, with FP8 pages at scale 1.0, and with scales per
-tensor and per head from the largest K and V of a text that is not measured. ``above`` is the mean
-over the tokens of each text, its first 128 left out, of the negative log-likelihood less that with
-bf16 pages, and the standard error of that mean.
+computes the same. Each is served with bf16 pages, with FP8 pages at scale 1.0, and as calibrated
+per tensor and per head on parts of the texts that are not measured (`make calibrate` makes the
+environment for that). ``above`` is the mean over the tokens of each text, its first 128 left out,
+of the negative log-likelihood less that with bf16 pages, and the standard error of that mean.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import gc
 import json
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 IGNORED = 128
 MODELS = ("checkpoint", "rescaled")
-K_POWERS, V_POWERS = (2, 9, 18), (4, 11, 20)
+K_POWERS, V_POWERS = (-6, 1, 10), (-6, 1, 10)
+SAMPLE_TOKENS = 512
 
 
 def nats(checkpoint: Path, prompts: list[list[int]], cache_dtype: str) -> Any:
@@ -72,21 +74,31 @@ def nats(checkpoint: Path, prompts: list[list[int]], cache_dtype: str) -> Any:
         cleanup_dist_env_and_memory()
 
 
-def measure(model: Path, work: Path, texts: list[list[int]], calibration: list[int]) -> list[dict]:
+def calibrated(model: Path, out: Path, strategy: str, text: Path, samples: int) -> Path:
+    """The checkpoint that calibration makes of a model on a text."""
+    from vllm_kvcompress.calibration import oneshot
+    from vllm_kvcompress.cli.calibrate import python
+
+    command = [python(), oneshot.__file__, str(model), str(out), "--data", str(text)]
+    command += ["--strategy", strategy, "--samples", str(samples), "--tokens", str(SAMPLE_TOKENS)]
+    command += ["--no-profile", "--windows", "0"]
+    subprocess.run(command, check=True, capture_output=True)
+    return out
+
+
+def measure(
+    model: Path, work: Path, texts: list[list[int]], calibration: Path, samples: int
+) -> list[dict]:
     """A row for each way to serve a checkpoint."""
-    import torch
-    from fp8_models import with_scales
-
-    from vllm_kvcompress.calibration.dump import dump_kv, load_model
-
-    network, _ = load_model(model)
-    kv = dump_kv(network, torch.tensor(calibration))
-    del network
+    made = {
+        strategy: calibrated(model, work / strategy, strategy, calibration, samples)
+        for strategy in ("tensor", "attn_head")
+    }
     settings = {
         "bf16": (model, "auto"),
         "fp8, scale 1.0": (model, "fp8"),
-        "fp8, per tensor": (with_scales(model, work / "tensor", kv, per_head=False), "auto"),
-        "fp8, per head": (with_scales(model, work / "head", kv, per_head=True), "auto"),
+        "fp8, per tensor": (made["tensor"], "auto"),
+        "fp8, per head": (made["attn_head"], "auto"),
     }
     rows, base = [], None
     for name, (checkpoint, cache_dtype) in settings.items():
@@ -119,6 +131,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, default=MODEL, help="checkpoint (%(default)s)")
     parser.add_argument("--tokens", type=int, default=1024, help="of each text (%(default)s)")
     parser.add_argument("--texts", type=int, default=3, help="that are measured (%(default)s)")
+    parser.add_argument("--samples", type=int, default=8, help="to calibrate on (%(default)s)")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args(argv)
@@ -126,10 +139,11 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     sources = [text for _, text in chosen_texts([])]
     ids = [tokenizer(text[: 16 * args.tokens]).input_ids[: args.tokens] for text in sources]
-    rest = tokenizer(sources[0][-16 * args.tokens :]).input_ids[: args.tokens]
     results = {}
     with tempfile.TemporaryDirectory(dir=args.model.parent) as folder:
         work = Path(folder)
+        rest = work / "rest.txt"
+        rest.write_text("\n".join(text[16 * args.tokens :] for text in sources))
         models = {
             "checkpoint": args.model,
             "rescaled": rescaled(args.model, work / "rescaled", K_POWERS, V_POWERS),
@@ -138,7 +152,9 @@ def main(argv: list[str] | None = None) -> None:
         for name in args.models:
             model = models[name]
             print(name, flush=True)
-            results[name] = measure(model, work / f"{model.name}-scales", ids[: args.texts], rest)
+            made = work / f"{model.name}-calibrated"
+            made.mkdir()
+            results[name] = measure(model, made, ids[: args.texts], rest, args.samples)
     if args.json:
         setting = {"model": args.model.name, "tokens": args.tokens}
         args.json.write_text(json.dumps({**setting, "models": results}, indent=1) + "\n")

@@ -1,7 +1,7 @@
 """Checkpoints with FP8 scales, and the same model with K and V that need them.
 
 What calibration writes is imitated here by taking the true maxima of one text's K and V, so that
-serving can be measured without it.
+tests can serve it without the environment of calibration.
 """
 
 from __future__ import annotations

@@ -29,15 +29,21 @@ class Collector:
         self.statistics: Statistics | None = None
         self.kept: list[torch.Tensor] = []
         self.refusal = ""
-        if len(self._modules) != config.num_hidden_layers:
-            self.refusal = (
-                f"{len(self._modules)} attention layers are seen of {config.num_hidden_layers}"
-            )
 
     def attach(self) -> None:
         """Look at the caches that LLM Compressor has put into the attention modules."""
-        from compressed_tensors.modeling.kvcache import register_key_hook, register_value_hook
+        from compressed_tensors.modeling.kvcache import (
+            KV_CACHE_ATTR,
+            register_key_hook,
+            register_value_hook,
+        )
 
+        # Encoders and layers that share the cache of another one have none.
+        self._modules = [m for m in self._modules if hasattr(m, KV_CACHE_ATTR)]
+        wanted = self._config.num_hidden_layers
+        if len(self._modules) != wanted:
+            self.refusal = f"{len(self._modules)} of {wanted} layers have a cache that is seen"
+            return
         for number, module in enumerate(self._modules):
 
             def key(_: Any, states: torch.Tensor, number: int = number) -> None:
@@ -79,6 +85,7 @@ class Collector:
         """Let go of the model."""
         for hook in self._hooks:
             hook.remove()
+        self._modules, self._hooks = [], []
         if not self.refusal and (not self.kept or not self.statistics.tokens):
             self.refusal = f"no sample has {2 * CHUNK_TOKENS} tokens"
 

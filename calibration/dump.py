@@ -11,10 +11,34 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    DynamicCache,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 # Longest piece of a text that goes through the model at once: bounds the logits and attention.
 PREFILL_TOKENS = 512
+
+
+def model_class(config: PretrainedConfig) -> type[AutoModelForCausalLM]:
+    """The class that loads a model of this configuration: one that predicts text, perhaps after
+    looking at pictures. Raises ValueError for others."""
+    kind = type(config)
+    if not config.is_encoder_decoder:
+        if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return AutoModelForCausalLM
+        if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            return AutoModelForImageTextToText
+    raise ValueError(f"{config.model_type} is no decoder that predicts text")
 
 
 def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None):
@@ -25,7 +49,8 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype | None 
     """
     if dtype is None:
         dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().to(device)
+    loads = model_class(AutoConfig.from_pretrained(path))
+    model = loads.from_pretrained(path, dtype=dtype).eval().to(device)
     return model, AutoTokenizer.from_pretrained(path)
 
 
@@ -42,11 +67,14 @@ def prefill(model: PreTrainedModel, ids: torch.Tensor) -> DynamicCache:
 def cache_to_kv(cache: DynamicCache) -> torch.Tensor:
     """The K and V of a cache of one sequence: ``[layers, 2, tokens, kv_heads, head_size]``.
 
-    Raises ValueError if layers differ in shape (sliding windows, cross-layer head sizes).
+    Raises ValueError if layers differ in shape (sliding windows, head sizes), or have no K and V.
     """
-    layers = [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]
-    if len({layer.shape for layer in layers}) != 1:
+    held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    if any(not isinstance(tensor, torch.Tensor) for tensor in held):
+        raise ValueError("some layers of this model hold no K and V")
+    if len({tensor.shape for tensor in held}) != 1:
         raise ValueError("the layers of this model hold K and V of different shapes")
+    layers = [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]
     return torch.stack(layers).transpose(2, 3).contiguous()
 
 

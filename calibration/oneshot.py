@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
+import importlib
+import inspect
 import json
 import os
 import shutil
@@ -22,13 +25,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 STRATEGIES = ("tensor", "attn_head")
 OBSERVER = "static_minmax"
 """The true extremes of all samples. LLM Compressor's default is a moving average, which forgets:
 its scales came out as low as half of the largest value, and FP8 clips what is beyond."""
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KEPT_CHUNKS = 4
 """Chunks that the steps of the profile are fitted on."""
 
@@ -118,25 +122,51 @@ def calibrate(arguments: argparse.Namespace, say: Callable[[str], None]) -> dict
         raise CalibrationError(f"{out} is no checkpoint, and is not replaced; give another OUT")
     if not out.parent.is_dir():
         raise CalibrationError(f"{out.parent} is not a directory; make it, or give another OUT")
+    for left in sorted(out.parent.glob(f".{glob.escape(out.name)}-unfinished-*")):
+        say(f"{left} is of a run that was killed, unless it still runs; remove it then")
     started = time.monotonic()
     with _unfinished(out) as folder:
         summary = _write(arguments, folder, say)
         summary["seconds"] = round(time.monotonic() - started, 1)
         _add_to_json(folder, {"calibration": summary})
-        _open_to_readers(folder)
-        if out.exists():
-            shutil.rmtree(out)
-        os.rename(folder, out)
+        _finish_files(folder)
+        _publish(folder, out)
     return summary
 
 
-def _open_to_readers(folder: Path) -> None:
-    """Permissions as files have that are made here; libraries make theirs for the owner alone."""
+def _finish_files(folder: Path) -> None:
+    """Have the files on the disk before they get their name, with permissions as files have that
+    are made here; libraries make theirs for the owner alone."""
     mask = os.umask(0)
     os.umask(mask)
     folder.chmod(0o777 & ~mask)
     for path in folder.iterdir():
         path.chmod(0o666 & ~mask)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _publish(folder: Path, out: Path) -> None:
+    """Give a whole directory its name. What had it before is whole until it is gone."""
+    with _unstoppable():
+        if not out.exists():
+            os.rename(folder, out)
+            return
+        aside = Path(tempfile.mkdtemp(prefix=f".{out.name}-replaced-", dir=out.parent))
+        os.rename(out, aside)
+        os.rename(folder, out)
+        shutil.rmtree(aside)
+
+
+@contextlib.contextmanager
+def _unstoppable() -> Iterator[None]:
+    """Whoever is impatient must not stop the cleaning up."""
+    held = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
+    try:
+        yield
+    finally:
+        for number, handler in held.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -146,11 +176,8 @@ def _unfinished(out: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        # Whoever is impatient must not stop the cleaning up.
-        held = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
-        shutil.rmtree(folder, ignore_errors=True)
-        for number, handler in held.items():
-            signal.signal(number, handler)
+        with _unstoppable():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(
@@ -158,13 +185,15 @@ def _write(
 ) -> dict[str, Any]:
     _quiet_libraries()
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     from vllm_kvcompress.calibration import scales
+    from vllm_kvcompress.calibration.dump import model_class
     from vllm_kvcompress.calibration.samples import Source, load_samples
 
     try:
         from llmcompressor import oneshot
+        from llmcompressor.core import reset_session
         from llmcompressor.modifiers.quantization import QuantizationModifier
     except ImportError as error:
         raise CalibrationError(
@@ -177,6 +206,7 @@ def _write(
     try:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         config = AutoConfig.from_pretrained(arguments.model)
+        loads = model_class(config)
     except (OSError, ValueError, RuntimeError) as error:
         raise CalibrationError(f"cannot load {arguments.model}: {error}") from error
     if getattr(config, "quantization_config", None):
@@ -192,7 +222,7 @@ def _write(
         say(f"the data gives {len(samples)} samples, fewer than the {arguments.samples} asked for")
     say(f"{len(samples)} samples, {total:,} tokens; loading {arguments.model} on {device}")
     try:
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").to(device)
+        model = loads.from_pretrained(arguments.model, dtype="auto").to(device)
     except (OSError, ValueError, RuntimeError) as error:
         raise CalibrationError(f"cannot load {arguments.model}: {error}") from error
     dtype = model.dtype
@@ -216,18 +246,28 @@ def _write(
         "observer": OBSERVER,
     }
     passed = time.monotonic()
-    oneshot(
-        model=model,
-        tokenizer=tokenizer,
-        dataset=_loader(samples, collector, say),
-        recipe=QuantizationModifier(kv_cache_scheme=scheme),
-        pipeline="basic",
-        max_seq_length=tokens,
-        num_calibration_samples=len(samples),
-    )
+    try:
+        with _whole_experts():
+            oneshot(
+                model=model,
+                tokenizer=tokenizer,
+                dataset=_loader(samples, model, collector, say),
+                recipe=QuantizationModifier(kv_cache_scheme=scheme),
+                pipeline="basic",
+                moe_calibrate_all_experts=False,
+                max_seq_length=tokens,
+                num_calibration_samples=len(samples),
+            )
+    except Exception as error:  # it raises whatever a model of another make leads to
+        raise CalibrationError(
+            f"LLM Compressor cannot calibrate {arguments.model}, a model of type "
+            f"{config.model_type} ({type(error).__name__}: {error!s:.200})"
+        ) from error
     pass_seconds = time.monotonic() - passed
+    reset_session()  # it holds the model
     if collector is not None:
         collector.close()
+    scales.drop_useless(model)
     found = scales.of_model(model)
     missed = scales.missed_layers(model, found)
     for line in missed:
@@ -236,13 +276,18 @@ def _write(
     model.to(dtype)
     model.save_pretrained(folder, save_compressed=True)
     tokenizer.save_pretrained(folder)
+    if getattr(config, "vision_config", None) is not None:
+        with contextlib.suppress(OSError, ValueError):  # a checkpoint without one
+            AutoProcessor.from_pretrained(arguments.model).save_pretrained(folder)
     faults = scales.check(found, config.get_text_config(), arguments.strategy)
     # Layers that are named above do not make the others' scales useless.
-    if found and missed:
+    if found and any(line.cached for line in missed):
         faults = [line for line in faults if not line.endswith("have no scales")]
     faults += scales.compare(found, scales.of_checkpoint(folder))
+    if Path(arguments.model).is_dir():
+        faults += scales.compare_weights(Path(arguments.model), folder)
     if faults:
-        raise CalibrationError("the scales are not as they should be: " + "; ".join(faults[:5]))
+        raise CalibrationError("the checkpoint is not as it should be: " + "; ".join(faults[:5]))
     summary = {
         "model": str(arguments.model),
         "data": arguments.data,
@@ -257,46 +302,48 @@ def _write(
     del model
     if collector is not None:
         _write_profile(collector, longest, folder, say)
-    if arguments.windows and not missed:
-        by_layer = scales.by_layer(found)
-        _write_sensitivity(arguments, samples, by_layer, collector, device, folder, say)
+    text_config = config.get_text_config()
+    own, layers = scales.layers_with_cache(text_config), text_config.num_hidden_layers
+    if arguments.windows and any(line.cached for line in missed):
+        say("no profile of pages: some layers have no scales")
+    elif arguments.windows and len(own) != layers:
+        say(f"no profile of pages: {len(own)} of {layers} layers have a cache of their own")
+    elif arguments.windows:
+        _write_pages(arguments, samples, scales.by_layer(found), device, folder, say)
     return summary
 
 
-def _write_sensitivity(
+def _write_pages(
     arguments: argparse.Namespace,
     samples: list[Any],
     by_layer: Any,
-    collector: Any,
     device: str,
     folder: Path,
     say: Callable[[str], None],
 ) -> None:
-    from vllm_kvcompress.calibration import sensitivity
+    from vllm_kvcompress import page_profile
+    from vllm_kvcompress.calibration import hints, sensitivity
     from vllm_kvcompress.calibration.dump import load_model
 
     pieces = [piece for ids in samples for piece in ids.split(sensitivity.WINDOW)]
     windows = [ids for ids in pieces if len(ids) == sensitivity.WINDOW][: arguments.windows]
     if not windows:
-        say(f"no sensitivity: no sample has {sensitivity.WINDOW} tokens")
+        say(f"no profile of pages: no sample has {sensitivity.WINDOW} tokens")
         return
     model, _ = load_model(arguments.model, device)
-    probe = sensitivity.Probe(model, windows)
-    content: dict[str, Any] = {"windows": len(windows), "max_loss": arguments.max_loss}
-    methods = {
-        "fp8": sensitivity.fp8_pages(by_layer),
-        sensitivity.KIVI_DTYPE: sensitivity.kivi_pages(),
+    name = {
+        "name": str(arguments.model),
+        "model_type": str(model.config.get_text_config().model_type),
     }
-    for name, method in methods.items():
-        say(f"measuring what {name} costs each layer")
-        found = sensitivity.measure(probe, method)
-        skipped, left = sensitivity.skip_layers(probe, method, found["layers"], arguments.max_loss)
-        content[name] = {**found, "skip_layers": skipped, "left": left}
-    written = {"sensitivity": content}
-    if collector is not None and collector.kept:
-        alone = content[sensitivity.KIVI_DTYPE]["layers"]
-        written["kivi"] = {"layers": sensitivity.kivi_hints(collector.kept, alone)}
-    _add_to_json(folder, written)
+    try:
+        probe = sensitivity.Probe(model, windows)
+    except ValueError as error:
+        say(f"no profile of pages: {error}")
+        return
+    section = hints.measure_pages(probe, by_layer, name, arguments.max_loss, say)
+    _add_to_json(folder, {page_profile.SECTION: section})
+    if page_profile.load_page_profile(folder).digest != section["digest"]:
+        raise CalibrationError("the profile of pages reads back as another one")
 
 
 def _write_profile(
@@ -354,11 +401,34 @@ def _add_to_json(folder: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps({**held, **content}, indent=1) + "\n")
 
 
-def _loader(samples: list[Any], collector: Any, say: Callable[[str], None]) -> Any:
+@contextlib.contextmanager
+def _whole_experts() -> Iterator[None]:
+    """Leave mixtures of experts as they are.
+
+    LLM Compressor takes their weights apart, in the dtype of the configuration, so that they can be
+    quantised one by one; nobody looks at them here.
+    """
+    module = importlib.import_module("llmcompressor.entrypoints.oneshot")
+    with mock.patch.object(module, "get_non_linearized_moes", lambda model: []):
+        yield
+
+
+def _without_logits(model: Any) -> dict[str, Any]:
+    """What keeps the model from computing the predictions of a sample, which nobody reads."""
+    import torch
+
+    takes = inspect.signature(model.forward).parameters
+    return {"logits_to_keep": torch.tensor([0])} if "logits_to_keep" in takes else {}
+
+
+def _loader(samples: list[Any], model: Any, collector: Any, say: Callable[[str], None]) -> Any:
     """Batches of one sample; between two of them, progress and what the collector has to do."""
     from torch.utils.data import DataLoader, IterableDataset
 
-    total = sum(map(len, samples))
+    from vllm_kvcompress.calibration import scales
+    from vllm_kvcompress.progress import Progress
+
+    total, more = sum(map(len, samples)), _without_logits(model)
 
     class Samples(IterableDataset):
         def __len__(self) -> int:
@@ -367,21 +437,26 @@ def _loader(samples: list[Any], collector: Any, say: Callable[[str], None]) -> A
         def __iter__(self) -> Iterator[dict[str, Any]]:
             started = told = time.monotonic()
             done = 0
+            scales.unset(model)
             if collector is not None:
                 collector.attach()
-            for number, ids in enumerate(samples):
-                yield {"input_ids": ids[None]}
-                if collector is not None:
-                    collector.take()
-                done += len(ids)
-                now = time.monotonic()
-                if now - told >= 2 or number + 1 == len(samples):
-                    told = now
-                    left = (now - started) * (total - done) / done
-                    say(
-                        f"calibrating: {number + 1} of {len(samples)} samples, "
-                        f"{done / (now - started):,.0f} tokens/s, {_duration(left)} left"
-                    )
+            with Progress(total, "token") as progress:
+                progress.doing("calibrating")
+                for number, ids in enumerate(samples):
+                    yield {"input_ids": ids[None], **more}
+                    if collector is not None:
+                        collector.take()
+                    progress.advance(len(ids))
+                    done += len(ids)
+                    now = time.monotonic()
+                    last = number + 1 == len(samples)
+                    if last or (not progress.is_bar and now - told >= 2):
+                        told = now
+                        left = (now - started) * (total - done) / done
+                        say(
+                            f"calibrating: {number + 1} of {len(samples)} samples, "
+                            f"{done / (now - started):,.0f} tokens/s, {_duration(left)} left"
+                        )
 
     return DataLoader(Samples(), batch_size=None)
 
@@ -399,6 +474,7 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("LLM_COMPRESSOR_CLEAR_LOGGERS", "true")
     os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded")
 
 
@@ -414,7 +490,9 @@ def main(argv: list[str] | None = None) -> int:
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, stop)
+    for number in STOPPING:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, stop)
     try:
         summary = calibrate(arguments, say)
     except KeyboardInterrupt:

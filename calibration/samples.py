@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ _CHARACTERS_PER_TOKEN = 16
 class Source:
     """Where the sequences come from.
 
-    data: a local file (text, JSON lines or parquet by its ending) or the name of a hub data set.
-    split, config: of the hub data set. column: what holds the text or the chat; found if None.
+    data: a local file (text, JSON lines or parquet by its ending), a directory with a data set, or
+    the name of one on the hub. split, config: of the data set. column: what holds the text or the
+    chat; found if None.
     """
 
     data: str
@@ -45,7 +46,7 @@ def load_samples(
     ValueError, which says what is wrong with the data, and OSError.
     """
     path = Path(source.data)
-    if path.suffix.lower() in LOCAL_KINDS or path.exists():
+    if path.suffix.lower() in LOCAL_KINDS or path.is_file():
         kind = LOCAL_KINDS.get(path.suffix.lower())
         if kind is None:
             raise ValueError(
@@ -54,12 +55,12 @@ def load_samples(
             )
         if kind == "text":
             return _windows(path, tokenizer, count, tokens, seed)
-        rows = _json_lines(path) if kind == "json lines" else _parquet(path)
-        order = list(range(len(rows)))
+        row, rows = _json_lines(path) if kind == "json lines" else _parquet(path)
+        order = list(range(rows))
         random.Random(seed).shuffle(order)
-        chosen: Iterator[Any] = (rows[i] for i in order)
+        chosen: Iterator[Any] = map(row, order)
     else:
-        chosen = _hub_rows(source, seed)
+        chosen = _data_set(source, seed)
     found: list[torch.Tensor] = []
     for row in chosen:
         ids = _encode_row(row, source, tokenizer, tokens)
@@ -82,35 +83,54 @@ def _windows(path: Path, tokenizer: Any, count: int, tokens: int, seed: int) -> 
     return windows[:count]
 
 
-def _json_lines(path: Path) -> list[Any]:
+Rows = tuple[Callable[[int], Any], int]
+"""A row by its number, and how many there are."""
+
+
+def _json_lines(path: Path) -> Rows:
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        # Not by splitlines: text within JSON may hold what it takes for the end of a line.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 rows.append(json.loads(line))
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-    return rows
+    return rows.__getitem__, len(rows)
 
 
-def _parquet(path: Path) -> list[Any]:
+def _parquet(path: Path) -> Rows:
     from pyarrow import ArrowException, parquet
 
     try:
-        return parquet.read_table(path).to_pylist()
+        table = parquet.read_table(path, memory_map=True)
     except ArrowException as error:
         raise ValueError(f"{path} is not a parquet file: {error}") from error
+    return lambda number: table.slice(number, 1).to_pylist()[0], table.num_rows
 
 
-def _hub_rows(source: Source, seed: int) -> Iterator[Any]:
-    from datasets import load_dataset
+def _data_set(source: Source, seed: int) -> Iterator[Any]:
+    """The rows of a data set in a directory, or of the hub."""
+    from datasets import DatasetDict, load_dataset, load_from_disk
 
+    folder = Path(source.data)
     try:
-        rows = load_dataset(source.data, source.config, split=source.split)
+        if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            rows = load_from_disk(source.data)
+            rows = rows[source.split] if isinstance(rows, DatasetDict) else rows
+        else:
+            rows = load_dataset(source.data, source.config, split=source.split)
     except Exception as error:  # the hub's client raises whatever its parts do
+        what = "no data set"
+        if not folder.is_dir():
+            what = "neither a file here nor a data set that the hub gives"
         raise ValueError(
-            f"{source.data} is neither a file here nor a data set that the hub gives "
-            f"({type(error).__name__}: {error})"
+            f"{source.data} is {what} ({type(error).__name__}: {error}); name its --split or "
+            f"--config, or give --data a local file that ends in {', '.join(LOCAL_KINDS)}"
         ) from error
     return iter(rows.shuffle(seed=seed))
 

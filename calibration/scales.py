@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,27 +21,62 @@ NAME = re.compile(r"(?P<module>.*?(?P<layer>\d+)\..*)\.(?P<kind>[kv])_scale$")
 LARGEST = 2.0**10
 SMALLEST = 2.0**-30
 """Beyond these a scale is absurd: K and V in the hundred thousands, or in the millionths."""
+_LATENT = "kv_a_proj_with_mqa"
+"""What latent attention has, and no other."""
 _BF16_ROUNDING = 2.0**-7
+
+
+def _held(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return [(name, tensor) for name, tensor in tensors if NAME.match(name)]
 
 
 def of_model(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The scales that a model holds, by name."""
-    return {
-        name: tensor.detach().float().cpu().flatten()
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if NAME.match(name)
-    }
+    return {name: tensor.detach().float().cpu().flatten() for name, tensor in _held(model)}
+
+
+def unset(model: torch.nn.Module) -> None:
+    """Make all scales of a model NaN: LLM Compressor leaves those as they happen to be in memory
+    that it has made and then finds nothing for."""
+    for _, tensor in _held(model):
+        tensor.data.fill_(torch.nan)
+
+
+def drop_useless(model: torch.nn.Module) -> None:
+    """Take the scales out of a model that are NaN still, and those of latent attention: what an
+    engine caches there, LLM Compressor has not seen."""
+    for name, tensor in _held(model):
+        path, _, kind = name.rpartition(".")
+        module = model.get_submodule(path)
+        if tensor.isnan().all() or hasattr(module, _LATENT):
+            delattr(module, kind)
+
+
+def tensors_of(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    """The names in the weight files of a checkpoint, and what reads the tensor of each."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, functools.partial(file.get_tensor, name)
 
 
 def of_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     """The scales in the weight files of a checkpoint, by name."""
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                if NAME.match(name):
-                    found[name] = file.get_tensor(name).float().flatten()
-    return found
+    return {name: read().float().flatten() for name, read in tensors_of(folder) if NAME.match(name)}
+
+
+def compare_weights(source: Path, folder: Path) -> list[str]:
+    """Where the weights of a checkpoint differ from those of the one that it was made of.
+
+    Names that only one of the two has are passed over: libraries rename when they save.
+    """
+    ours = dict(tensors_of(folder))
+    return [
+        f"{name} differs from that of {source}"
+        for name, read in tensors_of(source)
+        if name in ours and not torch.equal(read(), ours[name]())
+    ]
 
 
 def strategy_of(folder: Path) -> str | None:
@@ -61,11 +97,12 @@ def by_layer(found: Scales) -> dict[int, dict[str, torch.Tensor]]:
 
 @dataclass(frozen=True)
 class Missed:
-    """An attention module without scales, the number of its layer if it has one, and the reason."""
+    """An attention module without scales, and the reason."""
 
     module: str
-    layer: int | None
     reason: str
+    cached: bool
+    """Whether it has K and V of its own in the KV cache."""
 
     def __str__(self) -> str:
         return f"{self.module}: {self.reason}"
@@ -80,23 +117,25 @@ def missed_layers(model: Any, found: Scales) -> list[Missed]:
     missed = []
     for name, module in model.named_modules():
         children = dict(module.named_children())
-        attends = {"k_proj", "v_proj"} <= set(children) or {"kv_a_proj_with_mqa"} <= set(children)
+        attends = {"k_proj", "v_proj"} <= set(children) or _LATENT in children
+        attends = attends or {"q_proj", "o_proj"} <= set(children)
         attends = attends or bool({"qkv_proj", "c_attn", "query_key_value", "Wqkv"} & set(children))
         if not attends or name in scaled:
             continue
         number = re.search(r"\.(\d+)\.", name)
         layer = int(number[1]) if number else None
+        cached = True
         if re.search(r"vision|visual|image|audio", name):
-            reason = "an encoder, which has no KV cache"
+            reason, cached = "an encoder, which has no KV cache", False
         elif "cross" in name or "encoder_attn" in name:
             reason = "cross attention"
-        elif "kv_a_proj_with_mqa" in children:
+        elif _LATENT in children:
             reason = "latent attention (MLA)"
         elif layer is not None and layer >= first_shared:
-            reason = "shares the KV cache of an earlier layer"
+            reason, cached = "shares the KV cache of an earlier layer, and its scales", False
         else:
             reason = "LLM Compressor takes only modules named self_attn or attention"
-        missed.append(Missed(name, layer, reason))
+        missed.append(Missed(name, reason, cached))
     return missed
 
 
@@ -138,8 +177,17 @@ def check(found: Scales, config: Any, strategy: str) -> list[str]:
     return lines
 
 
+def _tail(name: str) -> str:
+    """The name from the layer's number on: a checkpoint may call what holds the layers otherwise
+    than the model does."""
+    return name[NAME.match(name).start("layer") :]
+
+
 def compare(wanted: Scales, found: Scales) -> list[str]:
     """Where the scales of a checkpoint differ from those of the model, but for bf16's rounding."""
+    tails = [{_tail(name): tensor for name, tensor in of.items()} for of in (wanted, found)]
+    if all(len(short) == len(of) for short, of in zip(tails, (wanted, found), strict=True)):
+        wanted, found = tails
     lines = [f"{name} is not in the checkpoint" for name in wanted if name not in found]
     lines += [f"{name} is in the checkpoint alone" for name in found if name not in wanted]
     for name in set(wanted) & set(found):

@@ -6,7 +6,7 @@ pages from those after the same history in bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,6 @@ from vllm_kvcompress.kernels.kivi import implementation
 
 HISTORY, RECENT, SCORED = 384, 128, 128
 WINDOW = HISTORY + SCORED
-KIVI_DTYPE = "kivi_2bit"
-
 BLOCK = 128
 _VARIANTS = 6
 """Histories that go through the model at once."""
@@ -44,25 +42,37 @@ class Probe:
             ids = ids[HISTORY:].to(model.device)
             base = self._predict([torch.cat([old, recent], 2)], ids)
             self._windows.append((old, recent, ids, base))
-        self.layers = self._windows[0][0].shape[0]
+        self.layers, _, _, self.kv_heads, self.head_size = self._windows[0][0].shape
 
-    def divergences(self, method: Method, choices: Sequence[Sequence[int]]) -> list[float]:
+    def divergences(
+        self,
+        method: Method,
+        choices: Sequence[Sequence[int]],
+        others: Method | None = None,
+    ) -> list[float]:
         """For each choice of layers, the divergence where these go through pages; mean of windows.
 
-        ``method`` runs once a window, on all layers.
+        The other layers go through *others*, or stay as they are. Each runs once a window, on all
+        layers.
         """
         totals = [0.0] * len(choices)
         for old, recent, ids, base in self._windows:
             changed = method(old)
+            rest = old if others is None else others(old)
             for first in range(0, len(choices), _VARIANTS):
                 variants = []
                 for layers in choices[first : first + _VARIANTS]:
-                    mixed = old.clone()
+                    mixed = rest.clone()
                     mixed[list(layers)] = changed[list(layers)]
                     variants.append(torch.cat([mixed, recent], 2))
                 for number, now in enumerate(self._predict(variants, ids), first):
                     totals[number] += _divergence(now, base[0]) / len(self._windows)
         return totals
+
+    def histories(self) -> Iterator[torch.Tensor]:
+        """KV ``[L, 2, T, H, D]`` of each window that ``divergences`` changes, in bfloat16."""
+        for old, *_ in self._windows:
+            yield old
 
     @torch.inference_mode()
     def _predict(self, histories: Sequence[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
@@ -97,7 +107,7 @@ def fp8_pages(scales: Mapping[int, Mapping[str, torch.Tensor]]) -> Method:
     return method
 
 
-def kivi_pages(cache_dtype: str = KIVI_DTYPE, **settings: Any) -> Method:
+def kivi_pages(cache_dtype: str = "kivi_2bit", **settings: Any) -> Method:
     """KIVI pages with these settings of ``additional_config``; defaults as they are served."""
     given = KiviSettings.parse({"kvcompress": {"kivi": settings}})
 
@@ -126,6 +136,38 @@ def measure(probe: Probe, method: Method) -> dict[str, Any]:
     return {"layers": found[:-1], "all": found[-1]}
 
 
+def fewest(
+    probe: Probe,
+    method: Method,
+    order: Sequence[int],
+    target: float,
+    others: Method | None = None,
+) -> tuple[int, float]:
+    """How many layers, from the front of *order*, must not go through the pages of *method* so that
+    the model diverges by at most *target*, and by what it does then.
+
+    Those go through *others*, or stay as they are. All layers where nothing less meets the target.
+    """
+
+    def rest(count: int) -> float:
+        return probe.divergences(method, [order[count:]], others)[0]
+
+    low, high, left = 0, len(order), None
+    while low < high:
+        middle = (low + high) // 2
+        now = rest(middle)
+        if now <= target:
+            high, left = middle, now
+        else:
+            low = middle + 1
+    return high, rest(high) if left is None else left
+
+
+def most_sensitive_first(alone: Sequence[float]) -> list[int]:
+    """The layers in the order of the divergence of each alone."""
+    return sorted(range(len(alone)), key=lambda layer: -alone[layer])
+
+
 def skip_layers(
     probe: Probe, method: Method, alone: Sequence[float], target: float
 ) -> tuple[list[int], float]:
@@ -134,48 +176,6 @@ def skip_layers(
     alone: the divergence of each layer. The most sensitive go first; what is left is measured
     together. All layers, and 0, where nothing less meets the target.
     """
-    order = sorted(range(probe.layers), key=lambda layer: -alone[layer])
-
-    def rest(count: int) -> float:
-        return probe.divergences(method, [order[count:]])[0]
-
-    low, high, found = 0, probe.layers, 0.0
-    while low < high:
-        middle = (low + high) // 2
-        now = rest(middle)
-        if now <= target:
-            high, found = middle, now
-        else:
-            low = middle + 1
-    return sorted(order[:high]), found
-
-
-def kivi_hints(
-    chunks: Sequence[torch.Tensor], alone: Sequence[float], boosted: float = 0.25
-) -> list[dict[str, Any]]:
-    """For each layer, what its KIVI pages would gain from.
-
-    ``boosted_channels``: by KV head, the channels of K with the widest range, a share of *boosted*;
-    ``clipping``: how scales are best found, by the squared error of the chunks
-    ``[L, 2, T, H, D]``; ``bits``: of K and of V, 4 for layers that cost four times the median.
-    """
-    errors = {}
-    for clipping in ("none", "least_squares"):
-        method = kivi_pages(clipping=clipping, sink_tokens=0)
-        noise = 0.0
-        for kv in chunks:
-            kv = kv.to(torch.bfloat16)
-            noise = noise + (method(kv).float() - kv.float()).square().sum((1, 2, 3, 4))
-        errors[clipping] = noise
-    spread = sum(kv[:, 0].float().amax(1) - kv[:, 0].float().amin(1) for kv in chunks)
-    count = round(boosted * spread.shape[-1])
-    widest = spread.topk(count, dim=-1).indices.sort(-1).values
-    median = sorted(alone)[len(alone) // 2]
-    return [
-        {
-            "boosted_channels": widest[layer].tolist(),
-            "clipping": min(errors, key=lambda name, n=layer: float(errors[name][n])),
-            "bits": [4, 4] if alone[layer] > 4 * median else [2, 2],
-        }
-        for layer in range(len(alone))
-    ]
+    order = most_sensitive_first(alone)
+    count, left = fewest(probe, method, order, target)
+    return sorted(order[:count]), left

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from tests.page_profiles import write_profile
 from vllm_kvcompress import cli
-from vllm_kvcompress.calibration import oneshot, scales, sensitivity
+from vllm_kvcompress.calibration import hints, oneshot, scales, sensitivity
 from vllm_kvcompress.calibration.samples import Source, load_samples
 from vllm_kvcompress.cli import calibrate
+from vllm_kvcompress.page_profile import ModelShape, load_page_profile
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYERS, HEADS, SIZE = 4, 2, 16
+LAYERS, HEADS, SIZE = 4, 2, 32
+PYTHON = ROOT / ".venv-calibrate" / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +81,88 @@ def test_a_chat_goes_through_the_template_and_text_does_not(tmp_path, tokenizer)
     assert sum(text.startswith(("plain", "bare")) for text in found) == 2
 
 
-def test_parquet_is_read(tmp_path, tokenizer):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    import pyarrow
+def test_ends_of_lines_within_a_text_and_a_mark_before_it_are_read(tmp_path, tokenizer):
+    path = tmp_path / "data.jsonl"
+    row = json.dumps({"text": "one\u2028two\x85three\f" * 4}, ensure_ascii=False)
+    path.write_text("\ufeff" + row + "\r\n" + row, encoding="utf-8")
+    found = [tokenizer.decode(ids) for ids in samples_of(path, tokenizer, count=9)]
+    assert found == ["one\u2028two\x85three\f" * 4] * 2
 
-    path = tmp_path / "rows.parquet"
-    parquet.write_table(pyarrow.table({"text": ["word " * 40, "short", None]}), path)
-    (ids,) = samples_of(path, tokenizer, count=9)
-    assert tokenizer.decode(ids).startswith("word word")
+
+@pytest.fixture
+def in_its_environment():
+    """Run a script in the environment of calibration, which can do more kinds of data."""
+    if not PYTHON.is_file():
+        pytest.skip("the environment of calibration is not there: run `make calibrate`")
+
+    def run(script, *arguments):
+        done = subprocess.run(
+            [str(PYTHON), "-c", script, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+EVERY_KIND = """
+import json, sys
+from pathlib import Path
+import pyarrow
+from datasets import Dataset, DatasetDict
+from pyarrow import parquet
+from transformers import AutoTokenizer
+from vllm_kvcompress.calibration.samples import Source, load_samples
+
+folder, tokenizer = Path(sys.argv[1]), AutoTokenizer.from_pretrained(sys.argv[2])
+rows = [{"text": f"{number} word " * 40} for number in range(20)]
+chat = [{"role": "user", "content": "word " * 40}, {"role": "assistant", "content": "Yes."}]
+parquet.write_table(pyarrow.Table.from_pylist([*rows, {"text": "short"}, {"text": None}]),
+                    folder / "rows.parquet")
+parquet.write_table(pyarrow.Table.from_pylist([{"messages": chat}]), folder / "chat.parquet")
+(folder / "files").mkdir()
+(folder / "files" / "train.jsonl").write_text("\\n".join(map(json.dumps, rows)))
+Dataset.from_list(rows).save_to_disk(folder / "saved")
+DatasetDict({"train": Dataset.from_list(rows[:1]), "test": Dataset.from_list(rows)}).save_to_disk(
+    folder / "splits")
+found = {}
+for name, more in {"rows.parquet": {}, "chat.parquet": {}, "files": {}, "saved": {},
+                   "splits": {"split": "test"}}.items():
+    for seed in (0, 0, 1):
+        samples = load_samples(Source(str(folder / name), **more), tokenizer, 5, 64, seed)
+        found.setdefault(name, []).append([tokenizer.decode(ids) for ids in samples])
+for name, more in {"no/such-set": {}, str(folder / "splits"): {"split": "other"},
+                   str(folder / "files"): {"split": "other"}, str(folder): {}}.items():
+    try:
+        load_samples(Source(name, **more), tokenizer, 5, 64, 0)
+    except ValueError as error:
+        found.setdefault("refused", []).append(str(error))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_every_kind_of_data_set_is_read_in_an_order_of_the_seed(
+    in_its_environment, tmp_path, smollm2
+):
+    found = in_its_environment(EVERY_KIND, tmp_path, smollm2)
+    refused = found.pop("refused")
+    (chat,) = found.pop("chat.parquet")[0]
+    assert "<|im_start|>user\nword" in chat
+    assert set(found) == {"rows.parquet", "files", "saved", "splits"}
+    for first, again, other in found.values():
+        assert len(first) == len({*first}) == 5
+        assert all(" word " in text for text in first)
+        assert first == again != other
+    assert len(refused) == 4
+    assert "neither a file here nor a data set that the hub gives" in refused[0]
+    assert all("give --data a local file that ends in .txt" in line for line in refused)
+    assert all("is no data set" in line for line in refused[1:])
 
 
 @pytest.mark.parametrize(
@@ -100,11 +176,12 @@ def test_parquet_is_read(tmp_path, tokenizer):
         ("data.jsonl", '{"messages": [{"role": "user"}]}', "lacks role or content"),
         ("data.jsonl", '{"text": "short"}', "no row of at least"),
         ("data.jsonl", "[" * 100000, "line 1 is not JSON"),
+        ("data.jsonl", b'{"text": "\xff"}', "is not UTF-8 text"),
     ],
 )
 def test_data_that_cannot_be_used_is_refused(name, content, expected, tmp_path, tokenizer):
     path = tmp_path / name
-    path.write_text(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=expected):
         samples_of(path, tokenizer)
 
@@ -201,17 +278,17 @@ def test_inspect_shows_the_scales_of_a_checkpoint(strategy, tiny, tmp_path, caps
     config["quantization_config"] = {"kv_cache_scheme": {"strategy": strategy}}
     (folder / "config.json").write_text(json.dumps(config))
     save_file(scale_tensors(strategy), folder / "model.safetensors")
-    loss = {"layers": [0.1] * LAYERS, "all": 0.5, "skip_layers": [1, 3], "left": 0.009}
-    content = {"format": 1, "sensitivity": {"windows": 1, "max_loss": 0.01, "fp8": loss}}
-    (folder / "kvcompress.json").write_text(json.dumps(content))
+    of = {"layers": LAYERS, "kv_heads": HEADS, "head_size": SIZE}
+    write_profile(folder, **of, fp8_skip_layers=(1, 3), four_bits=(2,))
     picture = tmp_path / "scales.svg"
     assert cli.main(["inspect", str(folder), "--plot", str(picture)]) == 0
     told = capsys.readouterr().out
     assert f"FP8 scales of 4 layers, strategy {strategy}" in told
     assert "0.04000" in told
     assert "leave out: 1 3" in told
+    assert "four bits for: 2, and leave out: none" in told
     assert picture.read_text().count("<title>") == LAYERS * (
-        2 * (HEADS if "head" in strategy else 1) + 1
+        2 * (HEADS if "head" in strategy else 1) + 2
     )
     assert cli.main(["inspect", str(folder), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["scales"]) == LAYERS
@@ -253,6 +330,49 @@ def test_each_layer_is_measured_alone(probe):
     assert skipped == [2]
     assert left < 1e-5
     assert sensitivity.skip_layers(probe, spoil_layer_2, found["layers"], 100.0)[0] == []
+
+
+def test_layers_go_through_other_pages_instead_of_staying_as_they_are(probe):
+    def spoil(kv):
+        return torch.randn(kv.shape, generator=torch.Generator().manual_seed(7)).to(kv.dtype)
+
+    alone, both = probe.divergences(spoil, [[0], [0, 1, 2, 3]])
+    assert probe.divergences(lambda kv: kv, [[1, 2, 3]], spoil) == pytest.approx([alone])
+    assert probe.divergences(lambda kv: kv, [[]], spoil) == pytest.approx([both])
+    better = sensitivity.fewest(probe, spoil, [3, 2, 1, 0], 0.0, spoil)
+    assert better == (4, pytest.approx(both))
+
+
+def fp8_scales():
+    return {layer: {kind: torch.full((1,), 0.05) for kind in "kv"} for layer in range(LAYERS)}
+
+
+@pytest.mark.parametrize("share", [2.0, 0.6, 0.1, 1e-9], ids=str)
+def test_the_hints_meet_the_loss_that_they_are_asked_for(probe, share, tmp_path):
+    """Layers get four bits first, and are left out where that is not enough."""
+    everything = probe.divergences(sensitivity.kivi_pages(), [[*range(LAYERS)]])[0]
+    name = {"name": "tiny", "model_type": "llama"}
+    asked = share * everything
+    section = hints.measure_pages(probe, fp8_scales(), name, asked, lambda line: None)
+    profile = load_page_profile(write_profile(tmp_path, section))
+    assert profile.shape == ModelShape("llama", LAYERS, HEADS, SIZE)
+    kivi = section["kivi"]
+    assert kivi["left"] <= asked
+    assert kivi["with_4bit"]["left"] <= asked
+    four, left_out = list(profile.kivi.four_bits), profile.kivi.skip_layers
+    two = [layer for layer in range(LAYERS) if layer not in (*four, *left_out)]
+    history = {"clipping": profile.kivi.clipping}
+    four_bits = sensitivity.kivi_pages("kivi_4bit", **history)
+
+    def mixed(kv):
+        back = sensitivity.kivi_pages(**history)(kv)
+        back[four] = four_bits(kv)[four]
+        return back
+
+    again = probe.divergences(mixed, [[*two, *four]])
+    assert again == pytest.approx([kivi["with_4bit"]["left"]], abs=1e-6)
+    assert (share > 1) == (len(two) == LAYERS)
+    assert (share < 1e-6) == (len(left_out) == LAYERS)
 
 
 def test_fp8_pages_are_e4m3_with_the_scales():
@@ -310,12 +430,11 @@ def test_the_index_names_the_weights_alone(tiny, tmp_path):
 @pytest.fixture
 def calibrating(tiny, text, tmp_path):
     """Start the script in its own environment on the small model."""
-    python = ROOT / ".venv-calibrate" / "bin" / "python"
-    if not python.is_file():
+    if not PYTHON.is_file():
         pytest.skip("the environment of calibration is not there: run `make calibrate`")
 
     def start(*more):
-        command = [python, ROOT / "calibration" / "oneshot.py", tiny, tmp_path / "out"]
+        command = [PYTHON, ROOT / "calibration" / "oneshot.py", tiny, tmp_path / "out"]
         command += ["--data", text, "--samples", "5", "--tokens", "768", *more]
         return subprocess.Popen(
             list(map(str, command)),
@@ -345,15 +464,56 @@ def test_a_calibrated_checkpoint_is_whole(strategy, calibrating, tiny, tmp_path)
     assert list(tmp_path.glob(".out-*")) == []
 
 
+def wait_for(process, words):
+    """Read what a calibration tells until these words."""
+    while words not in (line := process.stderr.readline()):
+        assert process.poll() is None, line
+
+
 @pytest.mark.slow
-def test_an_interrupted_calibration_leaves_nothing(calibrating, tmp_path):
-    started = calibrating("--no-profile")
-    while "loading" not in started.stderr.readline():
-        assert started.poll() is None
-    time.sleep(1)
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        ("loading", signal.SIGINT),
+        ("writing the checkpoint", signal.SIGTERM),
+        ("measuring what fp8", signal.SIGHUP),
+    ],
+)
+def test_an_interrupted_calibration_leaves_nothing(words, number, calibrating, tmp_path):
+    started = calibrating()
+    wait_for(started, words)
     assert list(tmp_path.glob(".out-*"))
-    started.send_signal(signal.SIGINT)
+    started.send_signal(number)
     _, told = started.communicate(timeout=60)
     assert started.returncode == 130
     assert "nothing was written" in told
     assert list(tmp_path.glob("*out*")) == []
+
+
+@pytest.mark.slow
+def test_a_killed_calibration_leaves_the_old_checkpoint_and_the_next_one_tells_of_it(
+    calibrating, tmp_path
+):
+    first = calibrating("--no-profile", "--windows", "0")
+    first.communicate(timeout=600)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    killed = calibrating("--overwrite", "--strategy", "attn_head")
+    wait_for(killed, "measuring what fp8")
+    killed.kill()
+    killed.communicate(timeout=60)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    (left,) = tmp_path.glob(".out-*")
+    again = calibrating("--overwrite", "--no-profile", "--windows", "0")
+    _, told = again.communicate(timeout=600)
+    assert again.returncode == 0
+    assert f"{left} is of a run that was killed" in told
+    assert list(tmp_path.glob(".out-*")) == [left]
+
+
+def test_a_whole_checkpoint_takes_the_place_of_another(tmp_path):
+    for name in ("out", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text(name)
+    oneshot._publish(tmp_path / "new", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import random
+import shlex
 from typing import Any
 
 import pytest
 
 from tests.page_profiles import section, write_profile
-from vllm_kvcompress import page_profile
+from vllm_kvcompress import cli, page_profile
 from vllm_kvcompress.config import CLIPPINGS, KiviSettings, profile_folder, profile_of
 from vllm_kvcompress.page_profile import KiviHints, ModelShape, digest_of, load_page_profile
 
@@ -170,3 +171,14 @@ def test_a_profile_that_is_not_there_is_refused_by_the_name_of_the_setting(tmp_p
 @pytest.mark.parametrize("additional_config", [None, {}, {"kvcompress": {}}, given(None)])
 def test_without_a_profile_there_is_none(additional_config):
     assert profile_of(additional_config) is None
+
+
+def test_serve_hands_the_profile_on_and_refuses_one_that_is_not_there(tmp_path, capsys):
+    folder = write_profile(tmp_path / "profile")
+    line = ["serve", "M", "--kv-cache-dtype", "kivi_2bit", "--kivi-sink-tokens", "2", "--dry-run"]
+    assert cli.main([*line, "--pages-profile", str(folder)]) == 0
+    printed = shlex.split(capsys.readouterr().out)
+    handed = json.loads(printed[printed.index("--additional-config") + 1])
+    assert handed == {"kvcompress": {"profile": str(folder), "kivi": {"sink_tokens": 2}}}
+    assert cli.main([*line, "--pages-profile", str(tmp_path)]) != 0
+    assert "holds no profile" in capsys.readouterr().err

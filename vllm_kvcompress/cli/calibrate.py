@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,15 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script in its environment. Raises ValueError where there is none."""
+    """Become the script in its environment. Raises ValueError where there is none."""
     command = [python(), oneshot.__file__, *oneshot.to_argv(arguments)]
-    process = subprocess.Popen(command)
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            # From a terminal the script has it too, and once is enough for it to clean up.
-            process.send_signal(signal.SIGTERM)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command[0], command)
 
 
 def python() -> str:

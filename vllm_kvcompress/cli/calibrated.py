@@ -16,10 +16,11 @@ def is_calibrated(path: Path) -> bool:
 def inspect_calibrated(path: Path) -> dict[str, Any]:
     """Scales by layer, what is wrong with them, the profile and the measured losses.
 
-    Raises ValueError for a profile that is damaged.
+    Raises ValueError for profiles that are damaged.
     """
     from transformers import AutoConfig
 
+    from vllm_kvcompress import page_profile
     from vllm_kvcompress.calibration import scales
     from vllm_kvcompress.codecs import profile as files
 
@@ -40,7 +41,11 @@ def inspect_calibrated(path: Path) -> dict[str, Any]:
         if "cachegen" in content:
             profile = files.load_profile(path)
             found["profile"] = {**content["cachegen"], "digest": profile.digest.hex()}
-        found |= {k: content[k] for k in ("calibration", "sensitivity", "kivi") if k in content}
+        if page_profile.SECTION in content:
+            page_profile.load_page_profile(path)
+            found["pages"] = content[page_profile.SECTION]
+        if "calibration" in content:
+            found["calibration"] = content["calibration"]
     return found
 
 
@@ -65,11 +70,22 @@ def print_calibrated(found: Mapping[str, Any]) -> None:
             ranks = ", ".join(map(str, level["rank"]))
             print(f"  {name:8} steps of K and V {steps}; ranks {ranks}")
     for name, loss in losses_of(found).items():
-        skipped = " ".join(map(str, loss["skip_layers"])) or "none"
         print(
             f"\n{name}: {loss['all']:.4f} nats a token for all layers; for at most "
-            f"{found['sensitivity']['max_loss']:g} leave out: {skipped} ({loss['left']:.4f} left)"
+            f"{found['pages']['max_loss']:g} leave out: {_listed(loss['skip_layers'])} "
+            f"({loss['left']:.4f} left)"
         )
+        if "with_4bit" in loss:
+            four = loss["with_4bit"]
+            print(
+                f"  or four bits for: {_listed(four['layers'])}, and leave out: "
+                f"{_listed(four['skip_layers'])} ({four['left']:.4f} left); clipping "
+                f"{loss['clipping']}"
+            )
+
+
+def _listed(layers: Sequence[int]) -> str:
+    return " ".join(map(str, layers)) or "none"
 
 
 def summary_of(found: Mapping[str, Any]) -> str:
@@ -81,8 +97,12 @@ def summary_of(found: Mapping[str, Any]) -> str:
 
 
 def losses_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What each kind of page costs, by its name."""
-    return {k: v for k, v in found.get("sensitivity", {}).items() if isinstance(v, dict)}
+    """What each kind of page costs, by its ``kv_cache_dtype``."""
+    pages = found.get("pages")
+    if pages is None:
+        return {}
+    kivi = pages.get("kivi")
+    return {"fp8": pages["fp8"]} | ({} if kivi is None else {kivi["dtype"]: kivi})
 
 
 def rows_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
