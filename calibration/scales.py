@@ -56,9 +56,9 @@ def drop_useless(model: torch.nn.Module) -> None:
 def tensors_of(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     """The names in the weight files of a checkpoint, and what reads the tensor of each."""
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                yield name, functools.partial(file.get_tensor, name)
+        file = safe_open(path, "pt")  # stays open as long as it is read from
+        for name in file.keys():  # noqa: SIM118
+            yield name, functools.partial(file.get_tensor, name)
 
 
 def of_checkpoint(folder: Path) -> dict[str, torch.Tensor]:

@@ -196,9 +196,31 @@ def test_layers_are_taken_together_as_the_width_and_the_text_allow():
     assert group_layers(61, 64, 10**6, 1024) == 1
 
 
-def test_a_directory_without_profile_says_what_to_give(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no profile.*vllm-kvcompress calibrate"):
-        create_codec("cachegen", profile=str(tmp_path))
+def test_a_directory_without_profile_says_what_to_give(tmp_path, folder):
+    (tmp_path / "file").touch()
+    for given in (tmp_path / "nothing", tmp_path / "file", "\0"):
+        with pytest.raises(ValueError, match=r"holds no profile.*vllm-kvcompress calibrate"):
+            create_codec("cachegen", profile=str(given))
+    (folder / files.TENSORS_NAME).unlink()
+    (folder / files.TENSORS_NAME).mkdir()
+    with pytest.raises(ValueError, match=r"damaged.*calibrate again"):
+        create_codec("cachegen", profile=str(folder))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"null", b"[" * 100_000, b"\xff", b'{"format": 1}']
+)
+def test_what_is_no_profile_at_all_is_refused(content, folder):
+    (folder / files.JSON_NAME).write_bytes(content)
+    with pytest.raises(ValueError, match="calibrate again"):
+        create_codec("cachegen", profile=str(folder))
+
+
+@pytest.mark.parametrize("header", [b"", b"\0" * 8, b"\xff" * 8, (1 << 40).to_bytes(8, "little")])
+def test_arrays_with_a_header_that_makes_no_sense_are_refused(header, folder):
+    (folder / files.TENSORS_NAME).write_bytes(header + b"{}")
+    with pytest.raises(ValueError, match="calibrate again"):
+        create_codec("cachegen", profile=str(folder))
 
 
 def damaged_settings(chance, text):

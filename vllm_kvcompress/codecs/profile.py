@@ -110,10 +110,13 @@ def load_profile(directory: str | os.PathLike[str]) -> Profile:
     files = [folder / JSON_NAME, folder / TENSORS_NAME]
     try:
         stamps = tuple((file.stat().st_mtime_ns, file.stat().st_size) for file in files)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        why = str(error)
+        if isinstance(error, OSError):
+            why = f"{error.strerror}: {Path(error.filename).name}"
         raise ValueError(
-            f"{folder} holds no profile ({error.strerror}: {Path(error.filename).name}); give the "
-            "directory that `vllm-kvcompress calibrate` wrote"
+            f"{folder} holds no profile ({why}); give the directory that `vllm-kvcompress "
+            "calibrate` wrote"
         ) from error
     return _load(str(folder), stamps)
 
@@ -126,7 +129,7 @@ def _load(folder: str, stamps: tuple[tuple[int, int], ...]) -> Profile:
         settings = content["cachegen"]
         arrays = load_file(Path(folder) / TENSORS_NAME)
         profile = parse(settings, arrays)
-    except (LookupError, TypeError, OverflowError, SafetensorError) as error:
+    except (LookupError, TypeError, OverflowError, OSError, SafetensorError) as error:
         raise _damaged(folder, f"{type(error).__name__}: {error}") from error
     except ValueError as error:
         raise _damaged(folder, str(error)) from error
