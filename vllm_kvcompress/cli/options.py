@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -212,10 +214,16 @@ def engine_options(text: str) -> dict[str, Any]:
 
 
 def log_aside(verbose: int) -> None:
-    """Keep vLLM's log out of the results, and let it tell errors only unless more was asked for."""
+    """Keep vLLM's log out of the results, and let it tell errors only unless more was asked for.
+
+    To be called before torch and vLLM are imported, whose own first words it holds back too.
+    """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     if not verbose:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+        warnings.simplefilter("ignore")
 
 
 def human_size(count: float) -> str:
