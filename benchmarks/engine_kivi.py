@@ -200,7 +200,13 @@ def passkey(args: argparse.Namespace) -> dict[str, Any]:
                 use_tqdm=False,
             )
         own = found[name] = [
-            {"length": length, "depth": depth, "found": key in output.outputs[0].text}
+            {
+                "length": length,
+                "depth": depth,
+                "key": key,
+                "answer": output.outputs[0].text,
+                "found": key in output.outputs[0].text,
+            }
             for (length, depth, key, _), output in zip(cases, outputs, strict=True)
         ]
         for length in args.lengths:
