@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -44,16 +45,24 @@ def smollm2() -> Path:
     return path
 
 
-@pytest.fixture
-def small_file_system(tmp_path: Path) -> Iterator[str]:
-    """A file system of one megabyte."""
-    target = str(tmp_path / "mounted")
+@contextmanager
+def megabyte(folder: Path) -> Iterator[str]:
+    """A file system of one megabyte in a folder."""
+    target = str(folder / "mounted")
     os.mkdir(target)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"tmpfs", target.encode(), b"tmpfs", 0, b"size=1m") != 0:
         pytest.skip("mounting a file system needs a privilege")
-    yield target
-    libc.umount2(target.encode(), 2)
+    try:
+        yield target
+    finally:
+        libc.umount2(target.encode(), 2)
+
+
+@pytest.fixture
+def small_file_system(tmp_path: Path) -> Iterator[str]:
+    with megabyte(tmp_path) as path:
+        yield path
 
 
 @pytest.fixture(scope="session")
