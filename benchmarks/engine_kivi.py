@@ -40,6 +40,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("auto", {}),  # or what --dtype says
     "balanced": ("kivi_2bit", {}),
     "balanced G128": ("kivi_2bit", {"group_size": 128}),
+    "balanced K4V2": ("kivi_k4v2", {}),
     "kivi G32": ("kivi_2bit", {"preset": "kivi"}),
     "kivi 4-bit": ("kivi_4bit", {"preset": "kivi"}),
 }
