@@ -325,6 +325,11 @@ def test_attention_of_mixed_batches_with_shared_and_own_heads(kernels, name, kv_
     Batch(fmt, MIXED, kv_heads, queries).check(kernels, Attention(0.2))
 
 
+def test_attention_over_a_long_history_in_many_spans(kernels):
+    fmt = FORMATS["rotated"]
+    Batch(fmt, [(1, 8192), (5, 5000)], 1, 3, exact=0.05).check(kernels, Attention(0.125))
+
+
 ATTENTIONS = {
     "window of one": Attention(0.125, window=1),
     "window within a block": Attention(0.125, window=50),
