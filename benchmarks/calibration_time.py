@@ -74,7 +74,8 @@ def run(command: list[str]) -> tuple[float, int]:
     """Seconds of a command, and the most bytes that it held. Raises CalledProcessError if it
     fails."""
     started = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    environment = {**os.environ, "TQDM_DISABLE": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
