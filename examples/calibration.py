@@ -17,6 +17,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB of KV cache on the CPU engine
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from vllm import LLM, SamplingParams
 
@@ -31,25 +32,23 @@ def kvcompress(*arguments: object) -> None:
     subprocess.run([str(Path(sys.executable).with_name(command[0])), *command[1:]], check=True)
 
 
-def generate(model: str, profile: Path) -> tuple[str, str]:
-    """The dtype of the KV cache that a checkpoint asks for, and an answer.
-
-    Scales of FP8 in a checkpoint switch FP8 on; the profile is for what is offloaded.
-    """
+def generate(made: Path) -> tuple[int, str]:
+    """Tokens that the KV cache holds in FP8, with the scales that were found, and an answer."""
     llm = LLM(
-        model,
+        str(made),
+        kv_cache_dtype="fp8",
         max_model_len=1024,
         enforce_eager=True,
         kv_transfer_config={
             "kv_connector": "KVCompressConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"codec": "cachegen", "profile": str(profile)},
+            "kv_connector_extra_config": {"codec": "cachegen", "profile": str(made)},
         },
     )
     (output,) = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=16))
-    dtype = llm.llm_engine.vllm_config.cache_config.cache_dtype
+    held = llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
     llm.llm_engine.engine_core.shutdown()
-    return dtype, output.outputs[0].text
+    return held, output.outputs[0].text
 
 
 def main() -> None:
@@ -62,8 +61,8 @@ def main() -> None:
         few = ("--samples", 8, "--tokens", 512, "--windows", 1)
         kvcompress("calibrate", model, made, "--data", text, *few)
         kvcompress("inspect", made)
-        dtype, answer = generate(str(made), made)
-        print(f"\nKV cache in {dtype}: {PROMPT!r} {answer!r}")
+        held, answer = generate(made)
+        print(f"\nFP8 pages hold {held:,} tokens: {PROMPT!r} {answer!r}")
 
 
 # The engine starts processes of its own, which read this file again.
