@@ -4,6 +4,7 @@ answer, nothing grows, and the store heals by itself."""
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -60,6 +61,11 @@ def test_requests_under_load_outlive_an_outage_and_the_store_heals(strained, out
     fresh = prompt(2 * CHUNK + 5, seed=sum(outage.encode()))
     answers = engine.generate(fresh, *LOAD)
     assert [answer.tokens for answer in answers[1:]] == expected
+    deadline = time.monotonic() + 60
+    while engine.metrics().get("store_errors", 0) <= errors:  # a time-out may still run
+        assert time.monotonic() < deadline
+        engine.forget_local()
+        assert [answer.tokens for answer in engine.generate(*LOAD)] == expected
     OUTAGES[outage].end(link, server)
 
     wait_until_healed(engine)
@@ -67,4 +73,3 @@ def test_requests_under_load_outlive_an_outage_and_the_store_heals(strained, out
     again = engine.generate(fresh, *LOAD)
     assert [answer.tokens for answer in again] == [answers[0].tokens, *expected]
     assert threads_of_the_engine() <= threads + 4  # those of pools that had yet to start
-    assert engine.metrics()["store_errors"] > errors
