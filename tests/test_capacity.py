@@ -10,9 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.page_profiles import write_profile
 from vllm_kvcompress.capacity import CacheOptions, EngineOptions, plan
 from vllm_kvcompress.config import KIVI_DTYPES, KiviSettings
 from vllm_kvcompress.model_layers import ModelLayers
+from vllm_kvcompress.page_profile import load_page_profile
 
 GIB = 1 << 30
 CPU = EngineOptions(device="cpu", max_num_seqs=256)
@@ -117,6 +119,27 @@ def test_the_pool_takes_no_more_than_its_share_and_no_more_than_is_wanted():
     assert few.pool_blocks(2 * GIB) == 4
     with pytest.raises(ValueError, match="pool_share"):
         found.tokens(1 << 20)
+
+
+def test_a_profile_leaves_out_layers_and_gives_others_four_bits_as_the_engine_does(tmp_path):
+    shape = {"layers": 30, "kv_heads": 3, "head_size": 64}
+    told = {"four_bits": (0, 29), "kivi_skip_layers": (7,), "fp8_skip_layers": (3, 4)}
+    profile = load_page_profile(write_profile(tmp_path / "own", **shape, **told))
+    model = ModelLayers.parse(SMOLLM2)
+
+    def block_bytes(dtype, **given):
+        return plan(model, CPU, CacheOptions(dtype, **given)).block_bytes
+
+    whole, two, four, fp8 = (block_bytes(d) for d in ("auto", "kivi_2bit", "kivi_4bit", "fp8"))
+    assert 30 * block_bytes("kivi_2bit", profile=profile) == 27 * two + 2 * four + whole
+    assert 30 * block_bytes("fp8", profile=profile) == 28 * fp8 + 2 * whole
+    assert block_bytes("auto", profile=profile) == whole
+    # What the user leaves out counts instead.
+    named = block_bytes("kivi_2bit", skip_layers=("0",), profile=profile)
+    assert 30 * named == 28 * two + four + whole
+    other = load_page_profile(write_profile(tmp_path / "other", layers=28))
+    with pytest.raises(ValueError, match="this model is another one"):
+        block_bytes("kivi_2bit", profile=other)
 
 
 def test_layers_left_out_keep_their_16_bits():

@@ -12,11 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.page_profiles import write_profile
 from vllm_kvcompress.codecs import codec_names, fp8, kivi
 from vllm_kvcompress.config import FP8_DTYPES, KIVI_DTYPES
 from vllm_kvcompress.evaluation import harness, speed, statistics, tasks
 from vllm_kvcompress.evaluation.quality import Inputs, Measured, Plan, same_tokens, summary
-from vllm_kvcompress.evaluation.settings import BASE, all_settings, parse_setting, parse_settings
+from vllm_kvcompress.evaluation.settings import (
+    BASE,
+    Setting,
+    all_settings,
+    parse_setting,
+    parse_settings,
+)
 from vllm_kvcompress.evaluation.text import read_texts
 from vllm_kvcompress.evaluation.verdict import EMPTY, FAILED, PASSED, UNCLEAR, Tolerance, judge
 from vllm_kvcompress.kernels.cachegen.format import LEVELS
@@ -47,6 +54,22 @@ def test_a_setting_says_what_the_engine_and_the_server_get():
     assert other.engine_arguments([]) == {"kv_cache_dtype": "auto"}
 
 
+def test_a_profile_is_of_the_pages_that_are_packed_and_else_of_the_codec(tmp_path):
+    folder = str(write_profile(tmp_path, layers=4))
+    pages = parse_setting(f"kivi_4bit,profile={folder},sink_tokens=4")
+    assert pages.engine_arguments([])["additional_config"] == {
+        "kvcompress": {"profile": folder, "kivi": {"sink_tokens": 4}}
+    }
+    both = parse_setting(f"fp8,profile={folder}+offload:raw").engine_arguments([])
+    assert both["additional_config"] == {"kvcompress": {"profile": folder}}
+    assert "profile" not in both["kv_transfer_config"]["kv_connector_extra_config"]
+    with pytest.raises(ValueError, match="profile"):
+        parse_setting(f"auto,profile={folder}+offload:cachegen/low")
+    offload = Setting("codec", codec="cachegen", level="low", codec_profile=folder)
+    extra = offload.engine_arguments([])["kv_transfer_config"]["kv_connector_extra_config"]
+    assert extra["profile"] == folder
+
+
 def test_all_settings_are_every_page_and_every_level_of_every_codec():
     settings = parse_settings(["all"])
     assert settings[0].name == BASE
@@ -72,7 +95,12 @@ def test_the_base_is_always_the_first_setting():
         ("kivi_2bit,group_size", "is not NAME=VALUE"),
         ("kivi_2bit,group_size=48", "expected 32, 64 or 128"),
         ("kivi_2bit,group_size=64,group_size=64", "given twice"),
-        ("fp8,group_size=64", "does not belong to fp8; choose from skip_layers, model"),
+        ("fp8,group_size=64", "does not belong to fp8; choose from skip_layers, model, profile"),
+        ("fp8,model=a,model=b", "given twice"),
+        ("auto,profile=/somewhere", "profile changes nothing without packed pages or an offload"),
+        ("kivi_2bit,profile=/nowhere", "/nowhere holds no profile"),
+        ("auto,profile=/nowhere+offload:cachegen/low", "/nowhere"),
+        ("auto,profile=/nowhere+offload:raw", "profile"),
         ("auto,skip_layers=0", "changes nothing without packed pages"),
         ("offload:zip", "codec 'zip' is unknown"),
         ("offload:cachegen/extreme", "extreme"),

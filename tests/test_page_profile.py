@@ -38,9 +38,9 @@ def test_everything_in_the_section_changes_the_digest():
 
 def test_a_profile_of_another_model_is_refused_by_the_names_of_both(tmp_path):
     profile = load_page_profile(write_profile(tmp_path))
-    profile.check_model(tmp_path, profile.shape)
+    profile.check_model(profile.shape)
     with pytest.raises(ValueError) as error:
-        profile.check_model(tmp_path, ModelShape("qwen3", 28, 8, 128))
+        profile.check_model(ModelShape("qwen3", 28, 8, 128))
     for words in ("some/model", "llama, 2 layers of 2 KV heads of 32", "qwen3, 28 layers of 8"):
         assert words in str(error.value)
 

@@ -12,9 +12,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from vllm_kvcompress.config import FP8_DTYPES, KIVI_DTYPES, SLIDING_WINDOW, KiviSettings
+from vllm_kvcompress.config import (
+    FOUR_BIT_DTYPE,
+    FP8_DTYPES,
+    KIVI_DTYPES,
+    SLIDING_WINDOW,
+    KiviSettings,
+)
 from vllm_kvcompress.kernels.kivi.format import ITEMSIZES
 from vllm_kvcompress.model_layers import AttentionLayer, ModelLayers
+from vllm_kvcompress.page_profile import PageProfile
 
 DEVICES = ("cpu", "cuda")
 
@@ -102,6 +109,8 @@ class CacheOptions:
     """Of KIVI pages; with another dtype they change nothing."""
     skip_layers: tuple[str, ...] = ()
     """``kv_cache_dtype_skip_layers``: numbers of layers, or ``sliding_window``."""
+    profile: PageProfile | None = None
+    """Of the pages; it changes FP8 and KIVI pages as it does in the engine."""
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype not in CACHE_DTYPES:
@@ -245,6 +254,8 @@ def plan(model: ModelLayers, engine: EngineOptions, cache: CacheOptions) -> Cach
         raise ValueError(f"{model.name} has no layer with a KV cache")
     if cache.is_kivi:
         _check_kivi(model, cache)
+    if cache.profile is not None:
+        cache = _with_profile(model, cache, cache.profile)
     if engine.device == "cpu":
         _check_cpu(model, cache)
     skipped = _skipped(model, cache)
@@ -265,6 +276,19 @@ def plan(model: ModelLayers, engine: EngineOptions, cache: CacheOptions) -> Cach
         pool_blocks_wanted=engine.batch(max_model_len)[0] * (-(-residual // layout.block) + 1),
         pool_share=cache.kivi.pool_share,
     )
+
+
+def _with_profile(model: ModelLayers, cache: CacheOptions, profile: PageProfile) -> CacheOptions:
+    """The options with the layers that the profile leaves out, and without it where it says
+    nothing of such pages. Raises ValueError for the profile of another model."""
+    profile.check_model(model.shape)
+    if cache.kv_cache_dtype in FP8_DTYPES:
+        layers = profile.fp8_skip_layers
+    elif cache.is_kivi and not model.has_some_windows:
+        layers = profile.kivi.skip_layers
+    else:
+        return replace(cache, profile=None)
+    return replace(cache, skip_layers=cache.skip_layers or tuple(map(str, layers)))
 
 
 def _check_cpu(model: ModelLayers, cache: CacheOptions) -> None:
@@ -441,9 +465,12 @@ class _Layout:
         self.block = max(self.block, base * -(-block // base))
 
     def _dtype(self, layer: AttentionLayer) -> str:
-        if layer.number not in self._skipped:
-            return self._cache.kv_cache_dtype
-        return self._cache.kivi.skip_dtype if self._cache.is_kivi else "auto"
+        cache = self._cache
+        if layer.number in self._skipped:
+            return cache.kivi.skip_dtype if cache.is_kivi else "auto"
+        if cache.is_kivi and cache.profile and layer.number in cache.profile.kivi.four_bits:
+            return FOUR_BIT_DTYPE
+        return cache.kv_cache_dtype
 
     def _itemsize(self, dtype: str) -> int:
         return ITEMSIZES[self._model.dtype] if dtype == "auto" else ITEMSIZES.get(dtype, 1)

@@ -85,7 +85,7 @@ def _apply_profile(vllm_config: VllmConfig) -> None:
         return
     profile = profile_of(vllm_config.additional_config)
     try:
-        profile.check_model(folder, _shape_of(vllm_config))
+        profile.check_model(_shape_of(vllm_config))
     except ValueError as error:
         raise ValueError(f"additional_config: kvcompress: {PROFILE}: {error}") from error
     where = f"profile {folder} ({profile.digest[:8]})"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvcompress.kernels.kivi.format import ITEMSIZES
+from vllm_kvcompress.page_profile import ModelShape
 
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where multi-modal models keep the configuration of their language model."""
@@ -152,6 +153,21 @@ class ModelLayers:
     """Layers of a hybrid model that keep a state instead."""
     assumed: str = ""
     """What is taken for granted of a model whose type is not known, empty if nothing is."""
+    model_type: str = ""
+    """That of the language model."""
+
+    @property
+    def shape(self) -> ModelShape:
+        """What a profile of the pages says of the model that it is of."""
+        first = self.layers[0]
+        return ModelShape(
+            self.model_type, len(self.layers) + len(self.states), first.kv_heads, first.key_size
+        )
+
+    @property
+    def has_some_windows(self) -> bool:
+        """Whether some layers have a sliding window and others none."""
+        return len({bool(layer.window) for layer in self.layers}) > 1
 
     @classmethod
     def read(cls, model: str | Path, dtype: str = "auto") -> ModelLayers:
@@ -188,6 +204,7 @@ class ModelLayers:
             shares_layers=bool(text.get("num_kv_shared_layers")),
             states=states,
             assumed=f"{text['model_type']}: {_ASSUMED}" if text.get(_ASSUMED) else "",
+            model_type=text["model_type"],
         )
 
 

@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +65,15 @@ class PageProfile:
     kivi: KiviHints
     digest: str
     """Hexadecimal; of everything in the section."""
+    folder: str = ""
+    """Where it was read from."""
 
-    def check_model(self, folder: str | os.PathLike[str], shape: ModelShape) -> None:
+    def check_model(self, shape: ModelShape) -> None:
         """Raise ValueError, which names both, unless this is the profile of such a model."""
         if shape != self.shape:
             raise ValueError(
-                f"the profile in {folder} is of {self.name} ({self.shape}), and this model is "
-                f"another one ({shape}); calibrate this model, or leave the profile out"
+                f"the profile in {self.folder} is of {self.name} ({self.shape}), and this model "
+                f"is another one ({shape}); calibrate this model, or leave the profile out"
             )
 
 
@@ -120,7 +122,7 @@ def _load(folder: str, stamp: tuple[int, int]) -> PageProfile:
             "0, or leave the profile out"
         )
     try:
-        return parse(section)
+        return replace(parse(section), folder=folder)
     except (LookupError, TypeError, AttributeError, OverflowError, ValueError) as error:
         raise _damaged(folder, f"{type(error).__name__}: {error}") from error
 

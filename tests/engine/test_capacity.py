@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.engine.conftest import BLOCK, running_engine
 from tests.engine.models import tiny_deepseek, tiny_hybrid, tiny_llama
+from tests.page_profiles import write_profile
 from vllm_kvcompress.capacity import (
     CACHE_DTYPES,
     CacheOptions,
@@ -27,6 +28,7 @@ from vllm_kvcompress.capacity import (
 )
 from vllm_kvcompress.config import KIVI_DTYPES, SLIDING_WINDOW, KiviSettings
 from vllm_kvcompress.model_layers import AttentionLayer, ModelLayers
+from vllm_kvcompress.page_profile import load_page_profile
 
 MEMORY = 1 << 30
 
@@ -39,6 +41,9 @@ def logged(model: Path, cache: CacheOptions, **options: Any) -> tuple[int, int]:
     if cache.is_kivi:
         asked = {"preset": cache.kivi.preset, "group_size": cache.kivi.group_size}
         given["additional_config"] = {"kvcompress": {"kivi": asked}}
+    if cache.profile is not None:
+        given.setdefault("additional_config", {"kvcompress": {}})
+        given["additional_config"]["kvcompress"]["profile"] = cache.profile.folder
     with running_engine(model, **given) as engine:
         cached = engine.llm.llm_engine.vllm_config.cache_config
         return cached.kv_cache_size_tokens, cached.num_gpu_blocks
@@ -76,6 +81,14 @@ CACHES = {
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_tokens_of_one_group_are_those_of_the_log(llama, cache):
     check(llama, cache, max_model_len=1000)
+
+
+@pytest.mark.parametrize("dtype", ["kivi_2bit", "fp8"])
+def test_tokens_with_a_profile_of_the_pages_are_those_of_the_log(tmp_path, dtype):
+    model = tiny_llama(tmp_path / "model", num_hidden_layers=4)
+    told = {"four_bits": (1, 3), "kivi_skip_layers": (2,), "fp8_skip_layers": (0, 3)}
+    profile = load_page_profile(write_profile(tmp_path / "profile", layers=4, **told))
+    check(model, CacheOptions(dtype, kivi(group_size=32), profile=profile))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm_kvcompress.cli.options import (
     add_kivi_options,
+    add_pages_profile,
     human_size,
     kivi_settings,
     number,
@@ -99,6 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads", type=whole, default=1, metavar="N", help="threads that encode, and decode (1)"
     )
     add_kivi_options(parser)
+    add_pages_profile(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -159,10 +161,15 @@ def estimate(arguments: argparse.Namespace) -> dict[str, Any]:
     from vllm_kvcompress.capacity import CacheOptions, EngineOptions, plan
     from vllm_kvcompress.config import KiviSettings
     from vllm_kvcompress.model_layers import ModelLayers
+    from vllm_kvcompress.page_profile import load_page_profile
 
     if arguments.batch < 1 or arguments.threads < 1:
         raise ValueError("--batch and --threads are numbers of at least 1")
     model = ModelLayers.read(arguments.model, arguments.dtype)
+    profile = None
+    if arguments.pages_profile is not None:
+        profile = load_page_profile(arguments.pages_profile)
+        profile.check_model(model.shape)
     device = arguments.device or installed_device()
     engine = EngineOptions(
         device=device,
@@ -180,7 +187,7 @@ def estimate(arguments: argparse.Namespace) -> dict[str, Any]:
     latent = any(layer.is_latent for layer in model.layers)
     for row in rows(arguments, device, latent, not latent and not model.states):
         kivi = KiviSettings.parse({"kvcompress": {"kivi": row.settings}})
-        cache = CacheOptions(row.dtype, kivi, tuple(arguments.kv_cache_dtype_skip_layers))
+        cache = CacheOptions(row.dtype, kivi, tuple(arguments.kv_cache_dtype_skip_layers), profile)
         line: dict[str, Any] = {"kv_cache_dtype": row.dtype, "settings": row.settings}
         table.append(line)
         try:
@@ -223,6 +230,7 @@ def estimate(arguments: argparse.Namespace) -> dict[str, Any]:
         "batch": arguments.batch,
         "kv_memory": memory,
         "weights": weights,
+        "pages_profile": None if profile is None else profile.folder,
         "dtypes": table,
         "threads": arguments.threads,
         "codec_levels": break_even(arguments.codec_speed, arguments.threads),
@@ -343,6 +351,8 @@ def print_estimate(found: dict[str, Any]) -> None:
     else:
         beside = "" if found["weights"] is None else " beside the weights"
         print(f"KV cache of {human_size(memory)}{beside} on {where}{rank}")
+    if found["pages_profile"] is not None:
+        print(f"fp8 and KIVI pages with the profile in {found['pages_profile']}")
     print(f"requests of {found['context']:,} tokens\n")
     names = [Row(line["kv_cache_dtype"], line["settings"]).name for line in found["dtypes"]]
     width = max(len("kv_cache_dtype"), *(len(name) for name in names))

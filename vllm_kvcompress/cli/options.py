@@ -101,6 +101,16 @@ def _add(
             group.add_argument(option, type=read, metavar="VALUE", help=explanation)
 
 
+def add_pages_profile(parser: argparse.ArgumentParser) -> None:
+    """``--pages-profile``, the directory that is ``kvcompress.profile`` for the engine."""
+    parser.add_argument(
+        "--pages-profile",
+        metavar="DIR",
+        help="directory that `vllm-kvcompress calibrate` wrote: the layers to leave out of fp8 and "
+        "KIVI pages, and how the others are packed",
+    )
+
+
 def kivi_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The settings of KIVI pages that were given."""
     return _given(arguments, "kivi", KIVI)

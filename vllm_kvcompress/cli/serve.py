@@ -24,6 +24,7 @@ from vllm_kvcompress.cli.options import (
     OFFLOAD,
     add_kivi_options,
     add_offload_options,
+    add_pages_profile,
     kivi_settings,
     offload_settings,
 )
@@ -41,12 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the line, and do not run it")
     add_offload_options(parser)
     add_kivi_options(parser)
-    parser.add_argument(
-        "--pages-profile",
-        metavar="DIR",
-        help="directory that `vllm-kvcompress calibrate` wrote: the layers to leave out of fp8 and "
-        "KIVI pages, and how the others are packed",
-    )
+    add_pages_profile(parser)
     parser.set_defaults(rest=[])
 
 

@@ -14,6 +14,7 @@ from vllm_kvcompress.evaluation import statistics, tasks
 from vllm_kvcompress.evaluation.engine import Score, Session, session
 from vllm_kvcompress.evaluation.settings import Setting
 from vllm_kvcompress.model_layers import ModelLayers
+from vllm_kvcompress.page_profile import load_page_profile
 from vllm_kvcompress.progress import Progress
 
 TASKS = ("perplexity", "retrieval", "passages", "agreement")
@@ -248,7 +249,8 @@ def describe(setting: Setting, layers: ModelLayers) -> dict[str, Any]:
     """What a setting is, and the bits a value of its pages; why, if the model cannot have them."""
     row = {key: value for key, value in asdict(setting).items() if value not in (None, {}, ())}
     kivi = KiviSettings.parse({"kvcompress": {"kivi": setting.kivi}})
-    cache = capacity.CacheOptions(setting.cache_dtype, kivi, setting.skip_layers)
+    profile = None if setting.pages_profile is None else load_page_profile(setting.pages_profile)
+    cache = capacity.CacheOptions(setting.cache_dtype, kivi, setting.skip_layers, profile)
     engine = capacity.EngineOptions(device="cpu" if compat.is_cpu() else "cuda")
     try:
         planned = capacity.plan(layers, engine, cache)

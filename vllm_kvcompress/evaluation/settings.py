@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvcompress.capacity import CACHE_DTYPES
-from vllm_kvcompress.config import KIVI_DTYPES, KiviSettings, OffloadSettings
+from vllm_kvcompress.config import (
+    FP8_DTYPES,
+    KIVI_DTYPES,
+    PROFILE,
+    KiviSettings,
+    OffloadSettings,
+)
+from vllm_kvcompress.page_profile import load_page_profile
 
 BASE = "auto"
 """The setting that the others are compared with: the model's own dtype, nothing offloaded."""
@@ -43,6 +51,10 @@ class Setting:
     """vLLM's ``kv_cache_dtype_skip_layers``."""
     model: str | None = None
     """Another checkpoint of the same model, such as one with quantised weights."""
+    pages_profile: str | None = None
+    """Directory with a calibrated profile of the pages."""
+    codec_profile: str | None = None
+    """Directory with a calibrated profile of the codec."""
     codec: str | None = None
     """Codec of the offload; None: nothing is offloaded."""
     level: str | None = None
@@ -57,12 +69,19 @@ class Setting:
         found: dict[str, Any] = {"kv_cache_dtype": self.cache_dtype}
         if self.skip_layers:
             found["kv_cache_dtype_skip_layers"] = list(self.skip_layers)
+        pages: dict[str, Any] = {}
+        if self.pages_profile is not None:
+            pages[PROFILE] = self.pages_profile
         if self.kivi:
-            found["additional_config"] = {"kvcompress": {"kivi": self.kivi}}
+            pages["kivi"] = self.kivi
+        if pages:
+            found["additional_config"] = {"kvcompress": pages}
         if self.codec is not None:
             extra: dict[str, Any] = {"codec": self.codec, "stores": list(stores)}
             if self.level is not None:
                 extra["level"] = self.level
+            if self.codec_profile is not None:
+                extra["profile"] = self.codec_profile
             found["kv_transfer_config"] = {
                 "kv_connector": "KVCompressConnector",
                 "kv_role": "kv_both",
@@ -85,8 +104,9 @@ class Setting:
 def parse_setting(text: str) -> Setting:
     """A setting by its name, such as ``kivi_2bit,group_size=128`` or ``offload:cachegen/high``.
 
-    NAME is a setting of KIVI pages, ``skip_layers`` with numbers between colons, or ``model``, the
-    folder of another checkpoint. Raises ValueError that says what to write.
+    NAME is a setting of KIVI pages, ``skip_layers`` with numbers between colons, ``model``, the
+    folder of another checkpoint, or ``profile``, a folder that calibration wrote: for pages that
+    are packed, else for the codec. Raises ValueError that says what to write.
     """
     pages, plus, offload = text.partition("+" + _OFFLOAD)
     if not plus and text.startswith(_OFFLOAD):
@@ -99,18 +119,23 @@ def parse_setting(text: str) -> Setting:
         )
     found: dict[str, Any] = {"name": text, "cache_dtype": cache_dtype}
     kivi: dict[str, Any] = {}
+    seen: set[str] = set()
     for part in given:
         name, equals, value = part.partition("=")
-        if not equals or not value or name in kivi or name in found:
+        if not equals or not value or name in seen:
             raise ValueError(f"setting {text!r}: {part!r} is given twice, or is not NAME=VALUE")
+        seen.add(name)
         if name == "skip_layers":
             found[name] = tuple(value.split(":"))
         elif name == "model":
             found[name] = value
+        elif name == "profile":
+            packed = cache_dtype in (*FP8_DTYPES, *KIVI_DTYPES)
+            found["pages_profile" if packed else "codec_profile"] = os.path.abspath(value)
         elif name in KiviSettings.__dataclass_fields__ and cache_dtype in KIVI_DTYPES:
             kivi[name] = _value(value)
         else:
-            choices = ["skip_layers", "model"]
+            choices = ["skip_layers", "model", "profile"]
             if cache_dtype in KIVI_DTYPES:
                 choices += KiviSettings.__dataclass_fields__
             raise ValueError(
@@ -119,13 +144,22 @@ def parse_setting(text: str) -> Setting:
             )
     if "skip_layers" in found and cache_dtype in _WHOLE_DTYPES:
         raise ValueError(f"setting {text!r}: skip_layers changes nothing without packed pages")
+    offloads = bool(plus) or text.startswith(_OFFLOAD)
+    if "codec_profile" in found and not offloads:
+        raise ValueError(
+            f"setting {text!r}: profile changes nothing without packed pages or an offload"
+        )
     try:
         KiviSettings.parse({"kvcompress": {"kivi": kivi}})
-        if plus or text.startswith(_OFFLOAD):
+        if "pages_profile" in found:
+            load_page_profile(found["pages_profile"])
+        if offloads:
             found["codec"], slash, level = offload.partition("/")
             found["level"] = level if slash else None
-            named = {} if found["level"] is None else {"level": found["level"]}
-            OffloadSettings.parse({"codec": found["codec"], **named})
+            profile = found.get("codec_profile")
+            OffloadSettings.parse(
+                {"codec": found["codec"], "level": found["level"], "profile": profile}
+            )
     except ValueError as error:
         raise ValueError(f"setting {text!r}: {error}") from error
     return Setting(**found, kivi=kivi)
