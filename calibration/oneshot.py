@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
+import gc
 import glob
 import importlib
 import inspect
@@ -302,6 +304,8 @@ def _write(
     del model
     if collector is not None:
         _write_profile(collector, longest, folder, say)
+        collector = None  # it keeps K and V of some samples
+    _give_back_memory()
     text_config = config.get_text_config()
     own, layers = scales.layers_with_cache(text_config), text_config.num_hidden_layers
     if arguments.windows and any(line.cached for line in missed):
@@ -311,6 +315,13 @@ def _write(
     elif arguments.windows:
         _write_pages(arguments, samples, scales.by_layer(found), device, folder, say)
     return summary
+
+
+def _give_back_memory() -> None:
+    """Let go of what a model and its passes have left behind, before the next one is loaded."""
+    gc.collect()  # LLM Compressor leaves cycles
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # and glibc what was freed, half of all here
 
 
 def _write_pages(

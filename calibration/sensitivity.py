@@ -20,8 +20,9 @@ from vllm_kvcompress.kernels.kivi import implementation
 HISTORY, RECENT, SCORED = 384, 128, 128
 WINDOW = HISTORY + SCORED
 BLOCK = 128
-_VARIANTS = 6
-"""Histories that go through the model at once."""
+_VARIANTS, _VARIANTS_ON_A_CPU = 8, 2
+"""Histories that go through the model at once: their predictions take memory, and a CPU is no
+faster with more."""
 
 Method = Callable[[torch.Tensor], torch.Tensor]
 """KV ``[L, 2, T, H, D]`` in bfloat16 -> as pages give it back."""
@@ -56,12 +57,13 @@ class Probe:
         layers.
         """
         totals = [0.0] * len(choices)
+        at_once = _VARIANTS_ON_A_CPU if self.model.device.type == "cpu" else _VARIANTS
         for old, recent, ids, base in self._windows:
             changed = method(old)
             rest = old if others is None else others(old)
-            for first in range(0, len(choices), _VARIANTS):
+            for first in range(0, len(choices), at_once):
                 variants = []
-                for layers in choices[first : first + _VARIANTS]:
+                for layers in choices[first : first + at_once]:
                     mixed = rest.clone()
                     mixed[list(layers)] = changed[list(layers)]
                     variants.append(torch.cat([mixed, recent], 2))
