@@ -26,7 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from vllm_kvcompress.calibration.dump import cache_to_kv, load_model, prefill, tokenize
 from vllm_kvcompress.calibration.sensitivity import BLOCK, kivi_pages
-from vllm_kvcompress.codecs import create_codec
+from vllm_kvcompress.codecs import create_codec, fp8, kivi
 from vllm_kvcompress.config import KiviSettings
 
 MODEL = Path(__file__).resolve().parent.parent / ".cache" / "smollm2-135m"
@@ -76,8 +76,8 @@ def plain_kivi(kv: torch.Tensor, group: int = 32) -> torch.Tensor:
 def pages_methods() -> dict[str, Method]:
     methods = {BASE: codec_method("raw", BLOCK), "plain KIVI 2-bit G32": plain_kivi}
     for group in (32, 64, 128):
-        kivi = {"preset": "kivi", "group_size": group}
-        methods[f"kivi_2bit kivi G{group}"] = pages_method("kivi_2bit", **kivi)
+        published = {"preset": "kivi", "group_size": group}
+        methods[f"kivi_2bit kivi G{group}"] = pages_method("kivi_2bit", **published)
     for group in (32, 64, 128):
         methods[f"kivi_2bit balanced G{group}"] = pages_method("kivi_2bit", group_size=group)
     for dtype in ("kivi_k4v2", "kivi_k2v4", "kivi_4bit"):
@@ -89,6 +89,10 @@ def pages_methods() -> dict[str, Method]:
 def codec_methods(levels: list[str], chunk: int) -> dict[str, Method]:
     methods = {BASE: codec_method("raw", chunk)}
     methods |= {level: codec_method("cachegen", chunk, level=level) for level in levels}
+    methods["int8"] = codec_method("int8", chunk)
+    for codec, module in (("fp8", fp8), ("kivi", kivi)):
+        for level in module.LEVELS:
+            methods[f"{codec} {level}"] = codec_method(codec, chunk, level=level)
     methods["LMCache CacheGen"] = lambda kv: peer_lmcache.quantise(kv)[1].to(kv.dtype)
     return methods
 
