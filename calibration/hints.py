@@ -38,7 +38,7 @@ def measure_pages(
         "model": {**model, **shape},
         "windows": sum(1 for _ in probe.histories()),
         "max_loss": max_loss,
-        "fp8": _losses(probe, sensitivity.fp8_pages(scales), max_loss),
+        "fp8": _losses(probe, sensitivity.fp8_pages(scales), max_loss, "fp8 pages"),
     }
     if probe.head_size in HEAD_SIZES:
         say(f"measuring what {KIVI_DTYPE} pages cost each layer")
@@ -52,7 +52,7 @@ def _measure_kivi(probe: Probe, max_loss: float) -> dict[str, Any]:
     clipping = best_clipping(probe)
     two = sensitivity.kivi_pages(KIVI_DTYPE, clipping=clipping)
     four = sensitivity.kivi_pages(FOUR_BIT_DTYPE, clipping=clipping)
-    kivi = _losses(probe, two, max_loss)
+    kivi = _losses(probe, two, max_loss, f"{KIVI_DTYPE} pages")
     order = sensitivity.most_sensitive_first(kivi["layers"])
     count, left = sensitivity.fewest(probe, two, order, max_loss, four)
     layers, skipped = order[:count], []
@@ -68,8 +68,8 @@ def _measure_kivi(probe: Probe, max_loss: float) -> dict[str, Any]:
     }
 
 
-def _losses(probe: Probe, method: sensitivity.Method, max_loss: float) -> dict[str, Any]:
-    found = sensitivity.measure(probe, method)
+def _losses(probe: Probe, method: sensitivity.Method, max_loss: float, what: str) -> dict[str, Any]:
+    found = sensitivity.measure(probe, method, what)
     skipped, left = sensitivity.skip_layers(probe, method, found["layers"], max_loss)
     return {**found, "skip_layers": skipped, "left": left}
 

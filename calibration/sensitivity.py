@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from vllm_kvcompress.calibration.dump import cache_to_kv, prefill
 from vllm_kvcompress.config import KiviSettings
 from vllm_kvcompress.kernels.kivi import implementation
+from vllm_kvcompress.progress import Progress
 
 HISTORY, RECENT, SCORED = 384, 128, 128
 WINDOW = HISTORY + SCORED
@@ -50,11 +51,12 @@ class Probe:
         method: Method,
         choices: Sequence[Sequence[int]],
         others: Method | None = None,
+        advance: Callable[[float], None] = lambda choices: None,
     ) -> list[float]:
         """For each choice of layers, the divergence where these go through pages; mean of windows.
 
         The other layers go through *others*, or stay as they are. Each runs once a window, on all
-        layers.
+        layers. advance: is told how many choices more are done.
         """
         totals = [0.0] * len(choices)
         at_once = _VARIANTS_ON_A_CPU if self.model.device.type == "cpu" else _VARIANTS
@@ -69,6 +71,7 @@ class Probe:
                     variants.append(torch.cat([mixed, recent], 2))
                 for number, now in enumerate(self._predict(variants, ids), first):
                     totals[number] += _divergence(now, base[0]) / len(self._windows)
+                    advance(1 / len(self._windows))
         return totals
 
     def histories(self) -> Iterator[torch.Tensor]:
@@ -131,10 +134,13 @@ def kivi_pages(cache_dtype: str = "kivi_2bit", **settings: Any) -> Method:
     return method
 
 
-def measure(probe: Probe, method: Method) -> dict[str, Any]:
-    """The divergence of each layer alone and of all together."""
+def measure(probe: Probe, method: Method, what: str = "pages") -> dict[str, Any]:
+    """The divergence of each layer alone and of all together; *what* they are, for the bar."""
     every = list(range(probe.layers))
-    found = probe.divergences(method, [[layer] for layer in every] + [every])
+    choices = [[layer] for layer in every] + [every]
+    with Progress(len(choices), "layer") as progress:
+        progress.doing(f"measuring {what}")
+        found = probe.divergences(method, choices, advance=progress.advance)
     return {"layers": found[:-1], "all": found[-1]}
 
 
