@@ -71,6 +71,9 @@ def test_scales_that_come_from_the_checkpoint_are_good_per_tensor_and_per_head()
     [
         (layer([1.0], [1.0]), None, "missing"),
         (layer([1.0], [1.0]), ([1.0], [1.0]), "one"),
+        (layer([1.0], [0.5]), ([1.0], [0.5]), "one"),
+        (layer([0.5, 0.1], [1.0, 1.0]), ([0.5, 0.1], [1.0, 1.0]), "one"),
+        (layer([0.5, 0.1], [0.5, 0.1]), ([0.5, 0.1, 0.5, 0.1], [0.5, 0.1]), "heads"),
         (layer([0.0], [0.5]), ([0.0], [0.5]), "bad"),
         (layer([float("nan")], [0.5]), ([float("nan")], [0.5]), "bad"),
         (layer([0.5], [1e30]), ([0.5], [1e30]), "bad"),
@@ -88,6 +91,15 @@ def test_every_problem_is_found_and_its_layer_is_named(found, stored, problem):
     assert [row.state for row in rows[:2]] == ["ok", "ok"]
     assert problem in rows[2].problems
     assert f"FP8 scales: layers 2 {audit.PROBLEMS[problem]}" in audit.complaints(rows)
+
+
+def test_a_scale_that_is_not_a_number_is_bad_and_no_other_than_the_checkpoint_s():
+    nan = float("nan")
+    rows = audited(layer([nan], [0.5]), layer([0.5], [0.5]),
+                   checkpoint={0: ([nan], [0.5]), 1: ([0.5], [0.5])})  # fmt: skip
+    assert rows[0].problems == ("bad",)
+    text = audit.summary(rows)
+    assert "2 of 2 from the checkpoint; K 0.5, some not finite, V 0.5" in text
 
 
 def test_skipped_layers_and_other_dtypes_are_told_and_not_complained_of():

@@ -18,21 +18,19 @@ from vllm.logger import init_logger
 
 from vllm_kvcompress import audit_metrics, compat
 from vllm_kvcompress.attention.fp8 import Fp8Impl
-from vllm_kvcompress.config import FP8_DTYPES, KIVI_DTYPES, Fp8Settings
+from vllm_kvcompress.config import FP8_DTYPES, KIVI_DTYPES, SCALE_RANGE, Fp8Settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(compat.LOGGER_NAME)
 
-ABSURD = 1e4
-"""Scales above it, or below its inverse, belong to no model: values of 4 million, or of 0.04."""
-
 PROBLEMS = {
     "missing": "have no scale in the checkpoint and use 1.0; calibrate the model, see "
     "`vllm-kvcompress calibrate --help`",
-    "one": "have a scale of 1.0 in the checkpoint, which no calibration finds",
+    "one": "have scales of K or of V that are 1.0 in the checkpoint, as if nobody had found them",
     "bad": "have a scale that is zero, not finite, or beyond any model's range",
+    "heads": "have another number of scales in the checkpoint than KV heads",
     "collapsed": "have a scale per head in the checkpoint and use their greatest for all heads",
     "unused": "do not use the scale that the checkpoint holds",
 }
@@ -105,9 +103,12 @@ def _audit_layer(name: str, layer: Any, stored: Scales, rank: int, ranks: int) -
     mine = {kind: _of_rank(s, layer.num_kv_heads, rank, ranks) for kind, s in stored.items()}
     everything = [scale for scales in used.values() for scale in scales]
     problems = []
-    if any(not 1 / ABSURD <= scale <= ABSURD for scale in everything):
+    lowest, highest = SCALE_RANGE
+    if any(not lowest <= scale <= highest for scale in everything):
         problems.append("bad")  # NaN compares false
-    if any(len(mine.get(kind, ())) > len(used[kind]) for kind in used):
+    if not all(_fits(len(s), layer.num_kv_heads, ranks) for s in stored.values()):
+        problems.append("heads")
+    elif any(len(mine.get(kind, ())) > len(used[kind]) for kind in used):
         problems.append("collapsed")
     elif mine and any(not _equal(used[kind], mine[kind]) for kind in mine):
         problems.append("unused")
@@ -115,7 +116,7 @@ def _audit_layer(name: str, layer: Any, stored: Scales, rank: int, ranks: int) -
     if FP8_DTYPES[dtype] == "e4m3":
         if set(mine) != {"k", "v"}:
             problems.append("missing")
-        elif all(scale == 1.0 for scale in everything):
+        elif any(all(scale == 1.0 for scale in scales) for scales in used.values()):
             problems.append("one")
     return LayerScales(name, dtype, used, mine, tuple(problems))
 
@@ -126,6 +127,12 @@ def _takes_vectors(layer: Any) -> bool:
     return isinstance(layer.impl, Fp8Impl) or (
         backend is not None and backend.supports_per_head_quant_scales()
     )
+
+
+def _fits(count: int, heads: int, ranks: int) -> bool:
+    """Whether a checkpoint's scales are one a layer, or one for each head that the ranks share."""
+    replicated = heads == 1 and count > 0 and ranks % count == 0
+    return count == 1 or count == heads * ranks or replicated
 
 
 def _of_rank(scales: tuple[float, ...], heads: int, rank: int, ranks: int) -> tuple[float, ...]:
@@ -145,7 +152,9 @@ def _equal(used: tuple[float, ...], stored: tuple[float, ...]) -> bool:
     factors = (1, 2) if compat.doubles_scales() else (1,)
     return all(
         # A checkpoint may hold scales in 16 bits.
-        u == s or any(math.isclose(u, factor * s, rel_tol=1e-2) for factor in factors)
+        u == s
+        or (math.isnan(u) and math.isnan(s))
+        or any(math.isclose(u, factor * s, rel_tol=1e-2) for factor in factors)
         for u, s in zip(used, stored, strict=True)
     )
 
@@ -219,7 +228,9 @@ def summary(rows: list[LayerScales]) -> str:
         ranges = ", ".join(
             f"{kind.upper()} {_range([s for row in own for s in row.used[kind]])}" for kind in "kv"
         )
-        good = sum(row.stored != {} and not {"unused", "missing"} & {*row.problems} for row in own)
+        good = sum(
+            row.stored != {} and not {"unused", "missing", "heads"} & {*row.problems} for row in own
+        )
         lines.append(
             f"{dtype}: layers {_numbers(own)}, scales {how}, {good} of {len(own)} from the "
             f"checkpoint; {ranges}"
@@ -244,6 +255,9 @@ def complaints(rows: list[LayerScales]) -> list[str]:
 
 
 def _range(scales: list[float]) -> str:
+    finite = [scale for scale in scales if math.isfinite(scale)]
+    if len(finite) < len(scales):
+        return ", ".join([*([_range(finite)] if finite else []), "some not finite"])
     low, high = min(scales), max(scales)
     return f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
 

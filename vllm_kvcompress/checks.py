@@ -35,6 +35,7 @@ def check_config(vllm_config: VllmConfig) -> None:
     if vllm_config.model_config is None:
         return
     _apply_in_place(vllm_config)
+    _resolve_auto(vllm_config)
     _apply_profile(vllm_config)
     _check_skip_layers(vllm_config)
     settings = KiviSettings.parse(vllm_config.additional_config)
@@ -44,6 +45,7 @@ def check_config(vllm_config: VllmConfig) -> None:
         _check_kivi(vllm_config, cache_dtype, settings)
     else:
         _check_dtype(vllm_config, cache_dtype)
+        _check_that_skipping_matters(vllm_config, cache_dtype)
         if (vllm_config.additional_config or {}).get("kvcompress", {}).get("kivi"):
             logger.warning(
                 "additional_config: kvcompress.kivi changes nothing, as kv_cache_dtype is %s; "
@@ -73,6 +75,14 @@ def _apply_in_place(vllm_config: VllmConfig) -> None:
             f"{cache.cache_dtype}; leave one of the two away"
         )
     cache.cache_dtype = wanted
+
+
+def _resolve_auto(vllm_config: VllmConfig) -> None:
+    """vLLM finds out that ``auto`` means FP8 for a calibrated checkpoint when it makes the layers;
+    a profile, and what is refused, depend on it before."""
+    cache = vllm_config.cache_config
+    if cache.cache_dtype == "auto" and compat.kv_cache_scheme(vllm_config) is not None:
+        cache.cache_dtype = "fp8"
 
 
 def _apply_profile(vllm_config: VllmConfig) -> None:
@@ -176,6 +186,22 @@ def _check_skip_layers(vllm_config: VllmConfig) -> None:
             )
 
 
+def _check_that_skipping_matters(vllm_config: VllmConfig, cache_dtype: str) -> None:
+    if not vllm_config.cache_config.kv_cache_dtype_skip_layers:
+        return
+    if cache_dtype in ("auto", "bfloat16", "float16"):
+        logger.warning(
+            "kv_cache_dtype_skip_layers changes nothing, as kv_cache_dtype is %s: no layer is "
+            "compressed",
+            cache_dtype,
+        )
+    elif _all_layers_skipped(vllm_config):
+        logger.warning(
+            "kv_cache_dtype_skip_layers leaves out every layer: nothing is compressed to %s",
+            cache_dtype,
+        )
+
+
 def _all_layers_skipped(vllm_config: VllmConfig) -> bool:
     cache, text_config = vllm_config.cache_config, vllm_config.model_config.hf_text_config
     entries = cache.kv_cache_dtype_skip_layers or ()
@@ -199,14 +225,14 @@ def _check_dtype(vllm_config: VllmConfig, cache_dtype: str) -> None:
     if cache_dtype == "fp8_e5m2" and compat.kv_cache_scheme(vllm_config) is not None:
         raise ValueError(
             "kv_cache_dtype fp8_e5m2: this checkpoint has scales that were calibrated for "
-            "fp8_e4m3, which is twice as precise; choose fp8_e4m3, or take a checkpoint whose "
-            "config.json has no kv_cache_scheme"
+            "fp8_e4m3, which is twice as precise; choose fp8_e4m3, or serve the model that was "
+            "calibrated instead of what calibration wrote"
         )
     model = vllm_config.model_config
     own = str(model.dtype).removeprefix("torch.")
-    known = ["auto", own, *FP8_DTYPES, *KIVI_DTYPES]
-    if model.use_mla:
-        known = ["auto", own]
+    # vLLM has no name for pages of float32.
+    whole = ["auto", own] if own in ("bfloat16", "float16") else ["auto"]
+    known = whole if model.use_mla else [*whole, *FP8_DTYPES, *KIVI_DTYPES]
     if compat.is_cpu() and cache_dtype not in known:
         raise ValueError(
             f"kv_cache_dtype {cache_dtype}: the CPU engine cannot do it with this model; choose "

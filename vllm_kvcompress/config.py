@@ -168,6 +168,10 @@ KIVI_DTYPES = {
 }
 """The ``kv_cache_dtype`` names of KIVI pages: bits of K, bits of V."""
 
+SCALE_RANGE = (2.0**-30, 2.0**10)
+"""Beyond these a scale of FP8 belongs to no model: K and V in the hundred thousands, or in the
+millionths."""
+
 FOUR_BIT_DTYPE = "kivi_4bit"
 """That of the layers to which a profile gives four bits."""
 

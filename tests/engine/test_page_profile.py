@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.fp8_models import copy_checkpoint, declare_scheme
 from tests.engine.conftest import CHUNK, prompt, running_engine
 from tests.engine.models import tiny_llama
 from tests.engine.test_kivi import served
@@ -69,6 +70,30 @@ def test_a_dtype_without_compressed_pages_warns_that_the_profile_changes_nothing
     config = configured(model, "auto", additional_config=settings(profile(tmp_path)))
     assert skipped(config) == []
     assert "changes nothing, as kv_cache_dtype is auto" in told[0]
+
+
+def test_auto_means_fp8_pages_for_a_calibrated_checkpoint_and_takes_their_profile(
+    model, tmp_path, told
+):
+    checkpoint = copy_checkpoint(model, tmp_path / "calibrated")
+    declare_scheme(checkpoint, "tensor")
+    given = {"kvcompress": {"profile": profile(tmp_path / "profile", fp8_skip_layers=(0, 3))}}
+    config = configured(checkpoint, "auto", additional_config=given)
+    assert skipped(config) == ["0", "3"]
+    assert "FP8 pages: profile" in told[0]
+    assert configured(checkpoint, "bfloat16").cache_config.cache_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "layers", "expected"),
+    [
+        ("auto", ["1"], "changes nothing, as kv_cache_dtype is auto"),
+        ("fp8", ["0", "1", "2", "3"], "leaves out every layer"),
+    ],
+)
+def test_layers_left_out_of_nothing_are_told(model, told, cache_dtype, layers, expected):
+    configured(model, cache_dtype, kv_cache_dtype_skip_layers=layers)
+    assert expected in told[0]
 
 
 def test_a_model_that_holds_a_profile_names_the_setting(tmp_path, told):
