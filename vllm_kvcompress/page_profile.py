@@ -123,7 +123,10 @@ def _load(folder: str, stamp: tuple[int, int]) -> PageProfile:
         )
     try:
         return replace(parse(section), folder=folder)
-    except (LookupError, TypeError, AttributeError, OverflowError, ValueError) as error:
+    except (
+        *(LookupError, TypeError, AttributeError, OverflowError, ValueError),
+        RecursionError,
+    ) as error:
         raise _damaged(folder, f"{type(error).__name__}: {error}") from error
 
 
@@ -143,9 +146,11 @@ def parse(section: Mapping[str, Any]) -> PageProfile:
         *(_whole(model[name], name) for name in ("layers", "kv_heads", "head_size")),
     )
     layers = shape.layers
+    if not _finite(section["max_loss"]) or section["max_loss"] < 0:
+        raise ValueError(f"max_loss is {section['max_loss']!r}, not a number from 0 on")
     for kind in (section["fp8"], *([section["kivi"]] if "kivi" in section else ())):
         for loss in (*kind["layers"], kind["all"], kind["left"]):
-            if isinstance(loss, bool) or not math.isfinite(loss):
+            if not _finite(loss):
                 raise ValueError(f"a loss is {loss!r}")
         if len(kind["layers"]) != layers:
             raise ValueError(f"there are losses of {len(kind['layers'])} layers, not of {layers}")
@@ -160,8 +165,12 @@ def parse(section: Mapping[str, Any]) -> PageProfile:
 
 
 def _kivi(section: Mapping[str, Any], layers: int) -> KiviHints:
-    from vllm_kvcompress.config import CLIPPINGS
+    from vllm_kvcompress.config import CLIPPINGS, KIVI_DTYPES
 
+    if section["dtype"] not in KIVI_DTYPES:
+        raise ValueError(f"dtype is {section['dtype']!r}, not one of {', '.join(KIVI_DTYPES)}")
+    if not _finite(section["with_4bit"]["left"]):
+        raise ValueError(f"a loss is {section['with_4bit']['left']!r}")
     if section["clipping"] not in CLIPPINGS:
         raise ValueError(f"clipping is {section['clipping']!r}, not one of {', '.join(CLIPPINGS)}")
     return KiviHints(
@@ -169,6 +178,10 @@ def _kivi(section: Mapping[str, Any], layers: int) -> KiviHints:
         four_bits=frozenset(_layers(section["with_4bit"]["layers"], layers)),
         skip_layers=_layers(section["with_4bit"]["skip_layers"], layers),
     )
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _whole(value: Any, name: str) -> int:

@@ -127,15 +127,21 @@ def _load(folder: str, stamps: tuple[tuple[int, int], ...]) -> Profile:
     try:
         content = read_json(Path(folder))
         settings = content["cachegen"]
-        arrays = load_file(Path(folder) / TENSORS_NAME)
-        profile = parse(settings, arrays)
-    except (LookupError, TypeError, OverflowError, OSError, SafetensorError) as error:
+        profile = parse(settings, _arrays(Path(folder) / TENSORS_NAME))
+    except (LookupError, TypeError, OverflowError, OSError) as error:
         raise _damaged(folder, f"{type(error).__name__}: {error}") from error
     except ValueError as error:
         raise _damaged(folder, str(error)) from error
     if profile.digest.hex() != settings.get("digest"):
         raise _damaged(folder, f"its digest is {profile.digest.hex()}")
     return profile
+
+
+def _arrays(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def read_json(folder: Path) -> dict[str, Any]:
@@ -147,6 +153,8 @@ def read_json(folder: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path} is not of format {FORMAT}, which this version reads")
     return content
@@ -164,8 +172,12 @@ def parse(settings: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]) -> Pr
     scale, turns, mean, basis_k, basis_v = (arrays[f"cachegen.{name}"] for name in ARRAYS)
     transform = Transform(*sizes, scale, turns, mean, (basis_k, basis_v))
     levels = {}
+    if set(settings["levels"]) != set(LEVELS):
+        raise ValueError(f"its levels are not {', '.join(LEVELS)}")
     for name in LEVELS:
         given = settings["levels"][name]
+        if any(len(given[key]) != 2 for key in ("alpha", "dead_zone", "rank")):
+            raise ValueError(f"level {name} has not one value each for K and V")
         quantisers = []
         ranks = []
         for value, basis in enumerate(transform.basis):
@@ -190,5 +202,5 @@ def _whole(value: Any, name: str) -> int:
 
 def _damaged(folder: str, detail: str) -> ValueError:
     return ValueError(
-        f"the profile in {folder} is damaged or of another version ({detail}); calibrate again"
+        f"the profile in {folder} is damaged or of another version ({detail:.300}); calibrate again"
     )
