@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the description of the path; 1 where a store holds damaged blobs.
+    """Print the description of the path; 1 where a store or checkpoint holds what is damaged.
 
     Nothing is written to the store.
     """
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_calibrated(arguments: argparse.Namespace) -> int:
-    """Print the description of a checkpoint; 1 where its scales are wrong."""
+    """Print the description of a checkpoint; 1 where something in it is wrong."""
     found = calibrated.inspect_calibrated(arguments.path)
     if arguments.plot is not None:
         calibrated.plot_calibrated(found, arguments.plot)
@@ -62,7 +62,7 @@ def run_calibrated(arguments: argparse.Namespace) -> int:
         print(json.dumps(found))
     else:
         calibrated.print_calibrated(found)
-    return 1 if found.get("faults") else 0
+    return 1 if found["faults"] or found["warnings"] else 0
 
 
 def inspect_file(path: Path) -> dict[str, Any]:
