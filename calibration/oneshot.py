@@ -35,6 +35,9 @@ OBSERVER = "static_minmax"
 its scales came out as low as half of the largest value, and FP8 clips what is beyond."""
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FILES = "files"
+"""In the JSON file beside the weights: all that calibration wrote into OUT, and may replace."""
+
 KEPT_CHUNKS = 4
 """Chunks that the steps of the profile are fitted on."""
 
@@ -89,7 +92,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="nats a token that the pages may cost: layers are listed to be left out until they do"
         " (%(default)s)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace OUT if it is there, and holds nothing but what calibration wrote",
+    )
 
 
 def to_argv(arguments: argparse.Namespace) -> list[str]:
@@ -117,23 +124,67 @@ _positive.__name__ = "number above 0"
 
 def calibrate(arguments: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     """Write OUT and return its summary. Raises CalibrationError."""
-    out: Path = arguments.out
-    if out.exists() and not arguments.overwrite:
-        raise CalibrationError(f"{out} is there already; give another OUT, or --overwrite")
-    if out.exists() and not (out / "config.json").is_file():
-        raise CalibrationError(f"{out} is no checkpoint, and is not replaced; give another OUT")
-    if not out.parent.is_dir():
-        raise CalibrationError(f"{out.parent} is not a directory; make it, or give another OUT")
+    out = Path(os.path.realpath(arguments.out))
+    _refuse_place(out, arguments)
     for left in sorted(out.parent.glob(f".{glob.escape(out.name)}-unfinished-*")):
         say(f"{left} is of a run that was killed, unless it still runs; remove it then")
+    for left in sorted(out.parent.glob(f".{glob.escape(out.name)}-replaced-*")):
+        say(f"{left} is what OUT was before a run that was killed; take it back, or remove it")
     started = time.monotonic()
     with _unfinished(out) as folder:
         summary = _write(arguments, folder, say)
         summary["seconds"] = round(time.monotonic() - started, 1)
         _add_to_json(folder, {"calibration": summary})
+        _add_to_json(folder, {FILES: _files_in(folder)})
         _finish_files(folder)
+        _refuse_place(out, arguments)  # somebody may have put something there
         _publish(folder, out)
     return summary
+
+
+def _refuse_place(out: Path, arguments: argparse.Namespace) -> None:
+    """Raise CalibrationError unless a checkpoint can be put there and nothing of a user's is lost.
+
+    out: with all links followed.
+    """
+    model = Path(os.path.realpath(arguments.model))
+    if model.is_dir() and (out.is_relative_to(model) or model.is_relative_to(out)):
+        raise CalibrationError(
+            f"OUT ({out}) and MODEL ({model}) are one directory or one within the other; "
+            "give another OUT"
+        )
+    if os.path.lexists(out):
+        if not arguments.overwrite:
+            raise CalibrationError(f"{out} is there already; give another OUT, or --overwrite")
+        _refuse_to_replace(out)
+    if not out.parent.is_dir():
+        raise CalibrationError(f"{out.parent} is not a directory; make it, or give another OUT")
+
+
+def _refuse_to_replace(out: Path) -> None:
+    """Raise CalibrationError unless calibration wrote all that is in a directory."""
+    from vllm_kvcompress.codecs.profile import JSON_NAME
+
+    try:
+        written = json.loads((out / JSON_NAME).read_text())[FILES]
+        others = sorted(set(_files_in(out)) - set(written))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CalibrationError(
+            f"{out} was not made by calibration, and is not replaced; give another OUT"
+        ) from error
+    if others:
+        raise CalibrationError(
+            f"{out} holds {', '.join(others[:3])}{', ...' if others[3:] else ''}, which "
+            "calibration did not write; take such files out, or give another OUT"
+        )
+    if os.path.ismount(out):
+        raise CalibrationError(f"{out} is a mount, which cannot be replaced; give another OUT")
+
+
+def _files_in(folder: Path) -> list[str]:
+    """The paths, within a directory, of all that it holds but directories."""
+    found = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
 def _finish_files(folder: Path) -> None:
@@ -142,7 +193,10 @@ def _finish_files(folder: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     folder.chmod(0o777 & ~mask)
-    for path in folder.iterdir():
+    for path in folder.rglob("*"):
+        if path.is_dir():  # of further chat templates
+            path.chmod(0o777 & ~mask)
+            continue
         path.chmod(0o666 & ~mask)
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -155,8 +209,16 @@ def _publish(folder: Path, out: Path) -> None:
             os.rename(folder, out)
             return
         aside = Path(tempfile.mkdtemp(prefix=f".{out.name}-replaced-", dir=out.parent))
-        os.rename(out, aside)
-        os.rename(folder, out)
+        try:
+            os.rename(out, aside)
+        except OSError:
+            aside.rmdir()
+            raise
+        try:
+            os.rename(folder, out)
+        except OSError:
+            os.rename(aside, out)
+            raise
         shutil.rmtree(aside)
 
 

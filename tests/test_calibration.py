@@ -409,13 +409,102 @@ def test_an_environment_that_is_missing_is_named(monkeypatch, tmp_path):
         calibrate.python()
 
 
+def refused(expected, model, out, *more):
+    """A calibration is refused before it has read or written anything."""
+    with pytest.raises(ValueError, match=expected):
+        oneshot.calibrate(parse(str(model), str(out), "--data", "/nowhere.txt", *more), print)
+
+
+def made_by_calibration(folder, *others):
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    oneshot._add_to_json(folder, {"files": ["config.json", "kvcompress.json"]})
+    for name in others:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("mine")
+    return folder
+
+
 def test_an_output_that_is_there_is_kept(tmp_path):
     (tmp_path / "out").mkdir()
-    with pytest.raises(ValueError, match="--overwrite"):
-        oneshot.calibrate(parse("m", str(tmp_path / "out"), "--data", "x"), print)
-    with pytest.raises(ValueError, match="no checkpoint, and is not replaced"):
-        oneshot.calibrate(parse("m", str(tmp_path / "out"), "--data", "x", "--overwrite"), print)
+    (tmp_path / "file").write_text("mine")
+    for name in ("out", "file"):
+        refused("--overwrite", "m", tmp_path / name)
+        refused("not made by calibration", "m", tmp_path / name, "--overwrite")
+    (tmp_path / "out" / "config.json").write_text("{}")
+    refused("not made by calibration", "m", tmp_path / "out", "--overwrite")
     assert (tmp_path / "out").is_dir()
+
+
+@pytest.mark.parametrize("name", ["mynotes.txt", "sub/more.json"])
+def test_files_that_calibration_did_not_write_are_kept(name, tmp_path):
+    out = made_by_calibration(tmp_path / "out", name)
+    refused(rf"holds {name}, which calibration did not write", "m", out, "--overwrite")
+    assert (out / name).read_text() == "mine"
+
+
+def test_what_calibration_wrote_may_be_replaced(tmp_path):
+    out = made_by_calibration(tmp_path / "out")
+    oneshot._refuse_place(out, parse("m", "out", "--data", "x", "--overwrite"))
+
+
+@pytest.mark.parametrize("more", [(), ("--overwrite",)])
+@pytest.mark.parametrize(
+    "place", ["model", "link", "../{}/model", "model/new", ".", "..", "link/x"]
+)
+def test_the_model_itself_is_no_output(place, more, tmp_path, monkeypatch):
+    folder = tmp_path / "top"
+    folder.mkdir()
+    model = made_by_calibration(folder / "model")
+    (folder / "link").symlink_to(model)
+    monkeypatch.chdir(folder)
+    refused("OUT .* and MODEL .* are one directory", "model", place.format("top"), *more)
+    refused("OUT .* and MODEL .* are one directory", "link", place.format("top"), *more)
+
+
+def test_an_output_that_is_a_link_is_what_it_leads_to(tmp_path, monkeypatch):
+    written = []
+
+    def write(arguments, folder, say):
+        (folder / "templates").mkdir()
+        (folder / "templates" / "one").write_text("new")
+        written.append(folder)
+        return {}
+
+    monkeypatch.setattr(oneshot, "_write", write)
+    link = tmp_path / "link"
+    link.symlink_to("place")
+    for more in ((), ("--overwrite",)):  # it leads nowhere, and then to a checkpoint
+        oneshot.calibrate(parse("m", str(link), "--data", "x", *more), print)
+        assert link.is_symlink()
+        assert (tmp_path / "place" / "templates" / "one").read_text() == "new"
+    monkeypatch.chdir(tmp_path / "place")
+    oneshot.calibrate(parse("m", ".", "--data", "x", "--overwrite"), print)
+    monkeypatch.chdir(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "place"]
+    assert {path.parent for path in written} == {tmp_path}
+    (tmp_path / "loop").symlink_to("loop")
+    refused("there already", "m", tmp_path / "loop")
+
+
+def test_what_killed_runs_have_left_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(oneshot, "_write", lambda *_: {})
+    told = []
+    for kind in ("unfinished", "replaced"):
+        (tmp_path / f".out-{kind}-x").mkdir()
+    oneshot.calibrate(parse("m", str(tmp_path / "out"), "--data", "x"), told.append)
+    assert [line.split()[0] for line in told[:2]] == [
+        str(tmp_path / f".out-{kind}-x") for kind in ("unfinished", "replaced")
+    ]
+    assert "was before a run that was killed; take it back" in told[1]
+
+
+def test_an_old_checkpoint_keeps_its_name_where_the_new_one_cannot_take_it(tmp_path):
+    out = made_by_calibration(tmp_path / "out")
+    with pytest.raises(OSError, match="missing"):
+        oneshot._publish(tmp_path / "missing", out)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (out / "config.json").is_file()
 
 
 def test_the_index_names_the_weights_alone(tiny, tmp_path):
