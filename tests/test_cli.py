@@ -190,6 +190,8 @@ def test_serve_runs_the_line_that_it_prints(monkeypatch, capsys):
     ("arguments", "expected"),
     [
         (["--kv-level", "extreme"], "extreme"),
+        (["--kv-cache-dtype", "kivi_3bit"], "there is none of this name; choose from auto"),
+        (["--kv-store", "disk:/a,1XB"], "--kv-store disk: bytes"),
         (["--kv-codec", "zip"], "codec 'zip' is unknown; choose from"),
         (["--kv-chunk-tokens", "0"], "chunk_tokens is 0"),
         (["--kv-store", "tape:1GiB"], "no type 'tape'; choose from"),
@@ -411,6 +413,11 @@ def test_a_path_or_name_that_is_not_what_it_should_be_is_refused_by_its_name(
     Path("text").write_text("hello")
     Path("bytes").write_bytes(bytes(range(256)))
     assert expected in refused(capsys, *arguments)
+
+
+def test_serve_says_at_once_that_there_is_no_model(capsys, tmp_path):
+    assert "there is no MODEL" in refused(capsys, "serve", "--dry-run")
+    assert "no such folder" in refused(capsys, "serve", str(tmp_path / "none"), "--dry-run")
 
 
 def test_serve_points_at_an_option_that_looks_like_one_of_ours(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ def check_config(vllm_config: VllmConfig) -> None:
     """Apply ``in_place``, then refuse what cannot work: a ValueError that names the setting."""
     if vllm_config.model_config is None:
         return
+    _point_at_misspelt_settings(vllm_config)
     _apply_in_place(vllm_config)
     _resolve_auto(vllm_config)
     _apply_profile(vllm_config)
@@ -54,6 +56,14 @@ def check_config(vllm_config: VllmConfig) -> None:
                 ", ".join(KIVI_DTYPES),
             )
     audit_metrics.serve(vllm_config.instance_id)
+
+
+def _point_at_misspelt_settings(vllm_config: VllmConfig) -> None:
+    """Other keys of additional_config belong to others, and vLLM checks none."""
+    given = vllm_config.additional_config
+    for key in given if isinstance(given, dict) else ():
+        if key != "kvcompress" and difflib.get_close_matches(str(key), ["kvcompress"], 1, 0.8):
+            logger.warning("additional_config: %r is nobody's; did you mean 'kvcompress'?", key)
 
 
 def _apply_in_place(vllm_config: VllmConfig) -> None:

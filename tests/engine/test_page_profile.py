@@ -84,6 +84,12 @@ def test_auto_means_fp8_pages_for_a_calibrated_checkpoint_and_takes_their_profil
     assert configured(checkpoint, "bfloat16").cache_config.cache_dtype == "bfloat16"
 
 
+def test_a_misspelt_name_of_the_settings_is_pointed_at(model, told):
+    configured(model, "fp8", additional_config={"kvcompres": {"fp8": {}}, "other": 1})
+    (line,) = told
+    assert "'kvcompres' is nobody's; did you mean 'kvcompress'?" in line
+
+
 @pytest.mark.parametrize(
     ("cache_dtype", "layers", "expected"),
     [

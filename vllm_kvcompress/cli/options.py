@@ -217,7 +217,9 @@ def engine_options(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"--engine {text}: {error}") from error
+        raise ValueError(
+            f'--engine {text}: {error}; write JSON, such as \'{{"dtype": "float32"}}\''
+        ) from error
     if not isinstance(found, dict):
         raise ValueError(f'--engine {text}: write an object, such as {{"tensor_parallel_size": 2}}')
     return found

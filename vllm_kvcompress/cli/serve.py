@@ -17,8 +17,10 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from vllm_kvcompress.capacity import CACHE_DTYPES
 from vllm_kvcompress.cli.options import (
     KIVI,
     OFFLOAD,
@@ -31,6 +33,7 @@ from vllm_kvcompress.cli.options import (
 from vllm_kvcompress.config import KIVI_DTYPES, PROFILE, KiviSettings, OffloadSettings
 from vllm_kvcompress.evaluation.server import vllm_path
 from vllm_kvcompress.page_profile import load_page_profile
+from vllm_kvcompress.stores import parse_size
 
 TRANSFER = "--kv-transfer-config"
 ADDITIONAL = "--additional-config"
@@ -71,6 +74,7 @@ def vllm_command(arguments: argparse.Namespace) -> list[str]:
     are given in two ways.
     """
     rest: list[str] = arguments.rest
+    _check_vllm(rest)
     offload, kivi = offload_settings(arguments), kivi_settings(arguments)
     command = ["vllm", "serve", *rest]
     if offload:
@@ -115,8 +119,27 @@ def _refuse_both(rest: Sequence[str], option: str, ours: str) -> None:
         raise ValueError(f"{option} is given, and {ours} too; put all settings into one of them")
 
 
+def _check_vllm(rest: Sequence[str]) -> None:
+    """What of vLLM's own part is surely wrong, before vLLM takes a minute to say so."""
+    if not rest:
+        raise ValueError("there is no MODEL; write vllm-kvcompress serve MODEL [options]")
+    if rest[0].startswith(("/", "./", "../")) and not Path(rest[0]).exists():
+        raise ValueError(
+            f"{rest[0]}: no such folder; name a model's folder, or its name on the hub"
+        )
+    dtype = option_value(rest, "--kv-cache-dtype")
+    if dtype is not None and dtype not in CACHE_DTYPES:
+        raise ValueError(
+            f"--kv-cache-dtype {dtype}: there is none of this name; choose from "
+            f"{', '.join(CACHE_DTYPES)}"
+        )
+
+
 def _check_offload(settings: dict) -> None:
     OffloadSettings.parse(settings)
+    for store in settings.get("stores", ()):
+        if "bytes" in store:
+            parse_size(store["bytes"], f"--kv-store {store['type']}: bytes")
 
 
 def _check_kivi(settings: dict, rest: Sequence[str]) -> None:
