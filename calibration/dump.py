@@ -7,7 +7,10 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -25,8 +28,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
+from vllm_kvcompress.calibration.scales import ENCODERS
+
 # Longest piece of a text that goes through the model at once: bounds the logits and attention.
 PREFILL_TOKENS = 512
+
+_LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
 
 
 def model_class(config: PretrainedConfig) -> type[AutoModelForCausalLM]:
@@ -41,6 +48,42 @@ def model_class(config: PretrainedConfig) -> type[AutoModelForCausalLM]:
     raise ValueError(f"{config.model_type} is no decoder that predicts text")
 
 
+def load_weights(path: str | Path, config: PretrainedConfig, dtype: Any) -> PreTrainedModel:
+    """A model of this configuration with the weights of a checkpoint.
+
+    Raises ValueError where the weights are those of another model: transformers fills what is
+    missing with random numbers, and passes over the layers that are too many.
+    """
+    loads = model_class(config)
+    model, found = loads.from_pretrained(path, dtype=dtype, output_loading_info=True)
+    missing = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+    if missing:
+        raise ValueError(
+            f"its weights lack {_few(missing)}, which its configuration asks for; "
+            "get the whole checkpoint"
+        )
+    text = config.get_text_config()
+    layers = text.num_hidden_layers + (getattr(text, "num_nextn_predict_layers", None) or 0)
+    beyond = {
+        name
+        for name in found["unexpected_keys"]
+        if (number := _LAYER.search(name))
+        and int(number[1]) >= layers
+        and not ENCODERS.search(name)
+    }
+    if beyond:
+        raise ValueError(
+            f"its weights hold {_few(beyond)}, and its configuration has only {layers} layers; "
+            "correct num_hidden_layers in config.json"
+        )
+    return model
+
+
+def _few(names: Iterable[str]) -> str:
+    first, *rest = sorted(names)
+    return f"{first} and {len(rest)} more" if rest else first
+
+
 def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None):
     """The model and the tokenizer of a checkpoint directory.
 
@@ -49,8 +92,7 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype | None 
     """
     if dtype is None:
         dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-    loads = model_class(AutoConfig.from_pretrained(path))
-    model = loads.from_pretrained(path, dtype=dtype).eval().to(device)
+    model = load_weights(path, AutoConfig.from_pretrained(path), dtype).eval().to(device)
     return model, AutoTokenizer.from_pretrained(path)
 
 

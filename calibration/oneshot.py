@@ -18,6 +18,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -252,7 +253,7 @@ def _write(
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     from vllm_kvcompress.calibration import scales
-    from vllm_kvcompress.calibration.dump import model_class
+    from vllm_kvcompress.calibration.dump import load_weights, model_class
     from vllm_kvcompress.calibration.samples import Source, load_samples
 
     try:
@@ -264,15 +265,17 @@ def _write(
             f"LLM Compressor is not in this environment ({error}); `make calibrate` makes one"
         ) from error
 
-    device = arguments.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    _silence_bars()
+    device = _device(arguments.device)
+    _refuse_damaged(Path(arguments.model))
+    settings = Path(arguments.model) / "config.json"
+    with _loading(settings if settings.is_file() else arguments.model):
         config = AutoConfig.from_pretrained(arguments.model)
-        loads = model_class(config)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CalibrationError(f"cannot load {arguments.model}: {error}") from error
+        model_class(config)
+        if (getattr(config.get_text_config(), "num_hidden_layers", None) or 0) < 1:
+            raise ValueError("its num_hidden_layers is not above 0")
+    with _loading(arguments.model):
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     if getattr(config, "quantization_config", None):
         raise CalibrationError(
             f"{arguments.model} is quantised already; calibrate the original checkpoint"
@@ -285,10 +288,15 @@ def _write(
     if len(samples) < arguments.samples:
         say(f"the data gives {len(samples)} samples, fewer than the {arguments.samples} asked for")
     say(f"{len(samples)} samples, {total:,} tokens; loading {arguments.model} on {device}")
-    try:
-        model = loads.from_pretrained(arguments.model, dtype="auto").to(device)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CalibrationError(f"cannot load {arguments.model}: {error}") from error
+    with _loading(arguments.model):
+        model = load_weights(arguments.model, config, "auto").to(device)
+    if unseen := scales.unseen_layers(model):
+        for line in unseen:
+            say(f"no scales: {line}")
+        raise CalibrationError(
+            f"LLM Compressor sees no layer of {arguments.model}, a model of type "
+            f"{config.model_type}, whose KV cache it could find scales for"
+        )
     dtype = model.dtype
     if dtype in (torch.bfloat16, torch.float16) and not _is_fast(device):
         model.float()
@@ -325,7 +333,7 @@ def _write(
     except Exception as error:  # it raises whatever a model of another make leads to
         raise CalibrationError(
             f"LLM Compressor cannot calibrate {arguments.model}, a model of type "
-            f"{config.model_type} ({type(error).__name__}: {error!s:.200})"
+            f"{config.model_type} ({_in_short(error)})"
         ) from error
     pass_seconds = time.monotonic() - passed
     reset_session()  # it holds the model
@@ -377,6 +385,75 @@ def _write(
     elif arguments.windows:
         _write_pages(arguments, samples, scales.by_layer(found), device, folder, say)
     return summary
+
+
+def _device(name: str) -> str:
+    """The device to calibrate on. Raises CalibrationError for one that is not there."""
+    import torch
+
+    there = ["cpu"]
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator().type
+        there = [kind, *(f"{kind}:{n}" for n in range(torch.accelerator.device_count())), "cpu"]
+    if name == "auto":
+        return "cuda" if "cuda" in there else "cpu"
+    if name not in there:
+        raise CalibrationError(
+            f"--device {name} is not there for this PyTorch ({torch.__version__}); "
+            f"choose auto or {' or '.join(there)}"
+        )
+    return name
+
+
+def _refuse_damaged(model: Path) -> None:
+    """Raise CalibrationError that names the file of a local checkpoint that cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    path = model / "config.json"
+    try:
+        if path.is_file() and not isinstance(json.loads(path.read_text()), dict):
+            raise ValueError("it holds no JSON object")
+        for path in sorted(model.glob("*.safetensors")):
+            with safe_open(path, "pt"):
+                pass
+        for path in sorted(model.glob("*.safetensors.index.json")):
+            names = set(json.loads(path.read_text())["weight_map"].values())
+            if missing := sorted(name for name in names if not (model / name).is_file()):
+                raise ValueError(f"it names {missing[0]}, which is not there")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        raise CalibrationError(
+            f"{path} is damaged ({_in_short(error)}); get the checkpoint again"
+        ) from error
+
+
+@contextlib.contextmanager
+def _loading(what: str | Path) -> Iterator[None]:
+    """Whatever goes wrong with a checkpoint, and libraries raise much, is a line about it."""
+    try:
+        yield
+    except Exception as error:
+        raise CalibrationError(f"cannot load {what}: {_in_short(error)}") from error
+
+
+def _in_short(error: Exception) -> str:
+    """One line of an error, without the configuration that some libraries print with it."""
+    text = " ".join(str(error).split())
+    text = re.sub(r" ?\w+Config \{.*", "", text)
+    text = text if len(text) <= 400 else f"{text[:400]}..."
+    return text if type(error) is ValueError else f"{type(error).__name__}: {text}"
+
+
+def _silence_bars() -> None:
+    """Make bars of LLM Compressor that it asks for whatever TQDM_DISABLE says silent, too."""
+    from tqdm import tqdm
+
+    class Silent(tqdm):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **{**more, "disable": True})
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("compressed_tensors.") and getattr(module, "tqdm", None) is tqdm:
+            module.tqdm = Silent
 
 
 def _give_back_memory() -> None:
@@ -544,6 +621,7 @@ def _quiet_libraries() -> None:
     """One line of progress instead of the libraries' own bars and logs."""
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("LLM_COMPRESSOR_CLEAR_LOGGERS", "true")
     os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

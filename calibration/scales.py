@@ -21,6 +21,8 @@ NAME = re.compile(r"(?P<module>.*?(?P<layer>\d+)\..*)\.(?P<kind>[kv])_scale$")
 LARGEST = 2.0**10
 SMALLEST = 2.0**-30
 """Beyond these a scale is absurd: K and V in the hundred thousands, or in the millionths."""
+ENCODERS = re.compile(r"vision|visual|image|audio")
+"""In the names of modules that have no KV cache."""
 _LATENT = "kv_a_proj_with_mqa"
 """What latent attention has, and no other."""
 _BF16_ROUNDING = 2.0**-7
@@ -125,7 +127,7 @@ def missed_layers(model: Any, found: Scales) -> list[Missed]:
         number = re.search(r"\.(\d+)\.", name)
         layer = int(number[1]) if number else None
         cached = True
-        if re.search(r"vision|visual|image|audio", name):
+        if ENCODERS.search(name):
             reason, cached = "an encoder, which has no KV cache", False
         elif "cross" in name or "encoder_attn" in name:
             reason = "cross attention"
@@ -137,6 +139,16 @@ def missed_layers(model: Any, found: Scales) -> list[Missed]:
             reason = "LLM Compressor takes only modules named self_attn or attention"
         missed.append(Missed(name, reason, cached))
     return missed
+
+
+def unseen_layers(model: Any) -> list[Missed]:
+    """Where LLM Compressor sees no layer whose scales an engine could use: all attention modules,
+    with the reason. Empty otherwise. Takes the environment of calibration."""
+    from vllm_kvcompress.calibration.collect import attention_modules
+
+    if any(not hasattr(module, _LATENT) for module in attention_modules(model)):
+        return []
+    return missed_layers(model, {})
 
 
 def layers_with_cache(config: Any) -> set[int]:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from tests.engine.models import add_byte_tokenizer, tiny_deepseek
 from tests.page_profiles import write_profile
 from vllm_kvcompress import cli
 from vllm_kvcompress.calibration import hints, oneshot, scales, sensitivity
+from vllm_kvcompress.calibration.dump import load_model
 from vllm_kvcompress.calibration.samples import Source, load_samples
 from vllm_kvcompress.cli import calibrate
 from vllm_kvcompress.page_profile import ModelShape, load_page_profile
@@ -516,6 +519,88 @@ def test_the_index_names_the_weights_alone(tiny, tmp_path):
     assert set(index["weight_map"]) == set(load_file(tmp_path / "model.safetensors"))
 
 
+def changed(tiny, tmp_path, **settings):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    config = json.loads((folder / "config.json").read_text()) | settings
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"num_hidden_layers": LAYERS + 2}, r"lack model\.layers\.4\..* and \d+ more"),
+        ({"num_hidden_layers": LAYERS - 1}, r"hold model\.layers\.3\..*only 3 layers"),
+        ({"tie_word_embeddings": False}, r"lack lm_head\.weight, which"),
+    ],
+)
+def test_weights_of_another_model_than_the_configuration_says_are_refused(
+    settings, expected, tiny, tmp_path
+):
+    with pytest.raises(ValueError, match=expected):
+        load_model(changed(tiny, tmp_path, **settings))
+
+
+def test_layers_that_predict_further_tokens_may_be_left_alone(tiny, tmp_path):
+    more = {"num_hidden_layers": LAYERS - 1, "num_nextn_predict_layers": 1}
+    model, _ = load_model(changed(tiny, tmp_path, **more))
+    assert len(model.model.layers) == LAYERS - 1
+
+
+def test_weights_that_are_tied_are_not_missed(tiny):
+    load_model(tiny)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "content"),
+    [
+        ("model.safetensors", 100_000, None),
+        ("model.safetensors", 0, None),
+        ("config.json", None, "[]"),
+        ("config.json", None, "{"),
+        ("model.safetensors.index.json", None, '{"weight_map": {"a": "missing"}}'),
+        ("model.safetensors.index.json", None, "[]"),
+    ],
+)
+def test_a_damaged_file_is_named(name, size, content, tiny, tmp_path):
+    folder = changed(tiny, tmp_path)
+    if content is None:
+        os.truncate(folder / name, size)
+    else:
+        (folder / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"{name} is damaged \(.*\); get the checkpoint again$"):
+        oneshot._refuse_damaged(folder)
+
+
+def test_a_whole_model_is_not_damaged(tiny):
+    oneshot._refuse_damaged(tiny)
+    oneshot._refuse_damaged(Path("a/name-of-the-hub"))
+
+
+@pytest.mark.parametrize("name", ["foo", "meta", "cuda:99", "cpu:3"])
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(name):
+    with pytest.raises(ValueError, match=f"--device {name} is not there.*choose auto or .*cpu"):
+        oneshot._device(name)
+
+
+def test_an_error_of_a_library_is_one_short_line():
+    config = LlamaConfig()
+    error = oneshot._in_short(TypeError(f"Cannot find\n  it.\n{config}"))
+    assert error == "TypeError: Cannot find it."
+    assert len(oneshot._in_short(ValueError("x" * 9999))) < 500
+
+
+def test_a_model_of_which_no_layer_can_be_seen_is_known_before_the_pass(tiny, tmp_path):
+    config = GPT2Config(vocab_size=9, n_embd=8, n_layer=2, n_head=2)
+    lines = list(map(str, scales.unseen_layers(GPT2LMHeadModel(config))))
+    assert len(lines) == 2
+    assert "transformer.h.0.attn: LLM Compressor takes only" in lines[0]
+    latent, _ = load_model(add_byte_tokenizer(tiny_deepseek(tmp_path)))
+    assert "latent attention" in str(scales.unseen_layers(latent)[0])
+    assert scales.unseen_layers(LlamaForCausalLM.from_pretrained(tiny)) == []
+
+
 @pytest.fixture
 def calibrating(tiny, text, tmp_path):
     """Start the script in its own environment on the small model."""
@@ -543,6 +628,7 @@ def test_a_calibrated_checkpoint_is_whole(strategy, calibrating, tiny, tmp_path)
     out, told = done.communicate(timeout=600)
     assert done.returncode == 0, told
     assert "left" in told
+    assert all(line.startswith("calibrate: ") for line in told.splitlines())  # no foreign bars
     assert json.loads(out)["layers_without_scales"] == []
     made = tmp_path / "out"
     found = scales.of_checkpoint(made)
