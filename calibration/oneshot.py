@@ -283,7 +283,7 @@ def _write(
     longest = getattr(config.get_text_config(), "max_position_embeddings", arguments.tokens)
     source = Source(arguments.data, arguments.split, arguments.config, arguments.column)
     tokens = min(arguments.tokens, longest)
-    samples = load_samples(source, tokenizer, arguments.samples, tokens, arguments.seed)
+    samples = load_samples(source, tokenizer, arguments.samples, tokens, arguments.seed, say)
     total = sum(map(len, samples))
     if len(samples) < arguments.samples:
         say(f"the data gives {len(samples)} samples, fewer than the {arguments.samples} asked for")

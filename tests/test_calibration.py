@@ -84,6 +84,69 @@ def test_a_chat_goes_through_the_template_and_text_does_not(tmp_path, tokenizer)
     assert sum(text.startswith(("plain", "bare")) for text in found) == 2
 
 
+def test_a_chat_of_parts_and_of_calls_gives_the_text_that_it_has(tmp_path, tokenizer):
+    parts = [{"type": "text", "text": "word " * 40}, {"type": "image"}, {"text": None}, "bare"]
+    chat = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]},
+        {"role": "assistant", "tool_calls": [{"type": "function"}]},
+        {"role": "tool", "content": [{"type": "image"}]},
+        {"role": "assistant", "content": "Yes."},
+    ]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("\n".join(map(json.dumps, [{"messages": chat}, {"messages": chat[1:3]}, chat])))
+    found = [tokenizer.decode(ids) for ids in samples_of(path, tokenizer, 9, tokens=128)]
+    assert len(found) == 2
+    assert found[0] == found[1]
+    assert "word \nbare<|im_end|>\n<|im_start|>assistant\nYes." in found[0]
+    assert found[0].count("<|im_start|>assistant") == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_cannot_be_used_are_counted_and_left_out_whatever_the_seed(
+    seed, tmp_path, tokenizer
+):
+    good, bad = [{"text": "plain " * 40}] * 5, [{"words": "x"}, [1, 2], {"text": 3}]
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(map(json.dumps, good + bad)))
+    told = []
+    found = load_samples(Source(str(path)), tokenizer, 9, 64, seed, told.append)
+    assert len(found) == 5
+    assert len(told) == 1
+    assert told[0].startswith("3 of 8 rows that were read are left out; a row of ")
+    path.write_text("\n".join(map(json.dumps, good[:2] + bad)))
+    with pytest.raises(ValueError, match=r"\(3 of 5 rows that were read cannot be used\)"):
+        load_samples(Source(str(path)), tokenizer, 9, 64, seed)
+
+
+def test_a_chat_that_the_template_refuses_is_left_out(tmp_path, tokenizer, monkeypatch):
+    def template(turns, **_):
+        raise TypeError("no system role")
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", template)
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "system", "content": "word " * 40}]}))
+    with pytest.raises(ValueError, match=r"chat template refuses a chat in .*: no system role"):
+        samples_of(path, tokenizer)
+
+
+@pytest.mark.parametrize("name", ["text.txt", "text.jsonl"])
+def test_samples_too_short_for_a_cache_are_refused_from_every_kind_of_file(
+    name, tmp_path, tokenizer
+):
+    path = tmp_path / name
+    path.write_text('{"text": "' + "word " * 40 + '"}')
+    with pytest.raises(ValueError, match="at least 16"):
+        samples_of(path, tokenizer, tokens=15)
+    assert [len(ids) for ids in samples_of(path, tokenizer, count=1, tokens=16)] == [16]
+
+
+def test_a_text_with_a_few_broken_characters_is_read(tmp_path, tokenizer):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + b"plain words " * 99 + b"\xff\xfe")
+    assert len(samples_of(path, tokenizer, count=2)) == 2
+
+
 def test_ends_of_lines_within_a_text_and_a_mark_before_it_are_read(tmp_path, tokenizer):
     path = tmp_path / "data.jsonl"
     row = json.dumps({"text": "one\u2028two\x85three\f" * 4}, ensure_ascii=False)
@@ -173,6 +236,13 @@ def test_every_kind_of_data_set_is_read_in_an_order_of_the_seed(
     [
         ("data.csv", "a,b", r"no kind that is known.*\.jsonl"),
         ("data.txt", "few words", "one sequence takes 64"),
+        ("data.txt", bytes(range(256)) * 20, "is not UTF-8 text"),
+        ("data.txt", "words " * 99 + "\0", "is not UTF-8 text"),
+        ("data.md", ("caf\xe9 " * 99).encode("latin-1"), "is not UTF-8 text.*convert it"),
+        ("data.jsonl", '[{"a": 1}, 2]', "neither text nor a chat, which is a list of turns"),
+        ("data.jsonl", "[]", "neither text nor a chat, which is a list of turns"),
+        ("data.jsonl", '{"messages": [{"role": "user", "content": "x"}, 3]}', "lacks role"),
+        ("data.jsonl", '{"words": "x"}\n' * 999, r"none of the columns.*\(64 of 64 rows"),
         ("data.jsonl", '{"text": "x"}\n{', "line 2 is not JSON"),
         ("data.jsonl", '{"words": "x"}', "none of the columns.*it has words; name one with"),
         ("data.jsonl", '{"text": 3}', "neither text nor a chat"),
