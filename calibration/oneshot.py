@@ -17,6 +17,7 @@ import glob
 import importlib
 import inspect
 import json
+import math
 import os
 import re
 import shutil
@@ -30,6 +31,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+MIN_TOKENS = 16
+"""Shorter sequences say nothing about a cache and are left out."""
 STRATEGIES = ("tensor", "attn_head")
 OBSERVER = "static_minmax"
 """The true extremes of all samples. LLM Compressor's default is a moving average, which forgets:
@@ -61,8 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", default="train", help="of a hub data set (%(default)s)")
     parser.add_argument("--config", help="of a hub data set")
     parser.add_argument("--column", help="that holds the text or the chat; found by itself")
-    parser.add_argument("--samples", type=_positive, default=512, help="(%(default)s)")
-    parser.add_argument("--tokens", type=_positive, default=2048, help="of a sample (%(default)s)")
+    parser.add_argument("--samples", type=_at_least(1), default=512, help="(%(default)s)")
+    parser.add_argument(
+        "--tokens", type=_at_least(MIN_TOKENS), default=2048, help="of a sample (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the shuffle (%(default)s)")
     parser.add_argument(
         "--strategy",
@@ -71,24 +76,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one scale a layer, or one a KV head of a layer (%(default)s)",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (%(default)s)")
-    parser.add_argument("--no-profile", action="store_true", help="FP8 scales alone")
+    parser.add_argument(
+        "--no-profile",
+        action="store_true",
+        help="FP8 scales alone, without the profiles of the codec and of the pages",
+    )
     parser.add_argument(
         "--width",
-        type=_positive,
+        type=_at_least(1),
         default=1024,
         help="channels that the profile decorrelates together, several layers' where they fit:"
         " more make smaller blobs and slower coding (%(default)s)",
     )
     parser.add_argument(
         "--windows",
-        type=int,
+        type=_at_least(0),
         default=4,
         help="pieces of the data on which each layer's loss in FP8 and KIVI pages is measured;"
         " 0: none (%(default)s)",
     )
     parser.add_argument(
         "--max-loss",
-        type=float,
+        type=_loss,
         default=0.01,
         help="nats a token that the pages may cost: layers are listed to be left out until they do"
         " (%(default)s)",
@@ -113,14 +122,21 @@ def to_argv(arguments: argparse.Namespace) -> list[str]:
     return argv
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if (value := int(text)) >= least:
+                return value
+        raise argparse.ArgumentTypeError(f"takes a whole number from {least} on, not {text!r}")
+
+    return number
 
 
-_positive.__name__ = "number above 0"
+def _loss(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"takes a number from 0 on, not {text!r}")
 
 
 def calibrate(arguments: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
@@ -378,11 +394,13 @@ def _write(
     _give_back_memory()
     text_config = config.get_text_config()
     own, layers = scales.layers_with_cache(text_config), text_config.num_hidden_layers
-    if arguments.windows and any(line.cached for line in missed):
+    if arguments.no_profile or not arguments.windows:
+        pass
+    elif any(line.cached for line in missed):
         say("no profile of pages: some layers have no scales")
-    elif arguments.windows and len(own) != layers:
+    elif len(own) != layers:
         say(f"no profile of pages: {len(own)} of {layers} layers have a cache of their own")
-    elif arguments.windows:
+    else:
         _write_pages(arguments, samples, scales.by_layer(found), device, folder, say)
     return summary
 

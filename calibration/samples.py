@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from vllm_kvcompress.calibration.oneshot import MIN_TOKENS
+
 LOCAL_KINDS = {".txt": "text", ".md": "text", ".jsonl": "json lines", ".parquet": "parquet"}
 TEXT_COLUMNS = ("text", "content", "prompt")
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
-MIN_TOKENS = 16
-"""Shorter sequences say nothing about a cache and are left out."""
 
 BROKEN_CHARACTERS = 0.01
 """Of a text at most so many characters may be no UTF-8; more are another encoding, or no text."""

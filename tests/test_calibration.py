@@ -466,13 +466,31 @@ def parse(*argv):
     "more",
     [
         [],
-        ["--samples", "3", "--tokens", "5", "--seed", "7", "--strategy", "attn_head", "--json"],
+        ["--samples", "3", "--tokens", "16", "--seed", "7", "--strategy", "attn_head", "--json"],
         ["--config", "a", "--column", "b", "--split", "c", "--no-profile", "--max-loss", "0.5"],
     ],
 )
 def test_the_command_hands_all_arguments_to_the_script(more):
     given = parse("model", "out", "--data", "x", *more)
     assert parse(*oneshot.to_argv(given)) == given
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "wanted"),
+    [
+        ("--windows", ("-1", "x", "1.5"), "a whole number from 0 on"),
+        ("--samples", ("0", "-1", "x"), "a whole number from 1 on"),
+        ("--tokens", ("0", "-1", "15"), "a whole number from 16 on"),
+        ("--width", ("0", "-1"), "a whole number from 1 on"),
+        ("--max-loss", ("nan", "-1", "inf", "x", "-0.01"), "a number from 0 on"),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_refused_with_its_option(option, values, wanted, capsys):
+    for value in values:
+        with pytest.raises(SystemExit, match="2"):
+            parse("m", "out", "--data", "x", f"{option}={value}")
+        told = capsys.readouterr().err
+        assert f"argument {option}: takes {wanted}, not {value!r}" in told
 
 
 def test_an_environment_that_is_missing_is_named(monkeypatch, tmp_path):
@@ -739,8 +757,10 @@ def test_an_interrupted_calibration_leaves_nothing(words, number, calibrating, t
 def test_a_killed_calibration_leaves_the_old_checkpoint_and_the_next_one_tells_of_it(
     calibrating, tmp_path
 ):
-    first = calibrating("--no-profile", "--windows", "0")
+    first = calibrating("--no-profile")
     first.communicate(timeout=600)
+    held = json.loads((tmp_path / "out" / "kvcompress.json").read_text())
+    assert set(held) == {"format", "calibration", "files"}  # and no profile
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     killed = calibrating("--overwrite", "--strategy", "attn_head")
     wait_for(killed, "measuring what fp8")
