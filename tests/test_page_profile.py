@@ -129,6 +129,37 @@ def test_a_section_that_makes_no_sense_is_refused_though_its_digest_is_right(tmp
         assert found.kivi.clipping in (*CLIPPINGS, None)
 
 
+@pytest.mark.parametrize(
+    ("way", "value"),
+    [
+        *(
+            (("max_loss",), value)
+            for value in (-0.1, math.nan, math.inf, "0.1", True, None, 10**400)
+        ),
+        *((("kivi", "dtype"), value) for value in ("fp8", "kivi", None, [])),
+        *((("kivi", "with_4bit", "left"), value) for value in (math.nan, "0", None, False)),
+    ],
+)
+def test_what_only_a_person_reads_is_checked_too(way, value, tmp_path):
+    content = section()
+    *above, last = way
+    place = content
+    for name in above:
+        place = place[name]
+    place[last] = value
+    content["digest"] = digest_of(content)
+    assert read(write_profile(tmp_path, content)) is None
+    del place[last]
+    content["digest"] = digest_of(content)
+    assert read(write_profile(tmp_path, content)) is None
+
+
+def test_a_profile_may_allow_no_loss_and_leave_out_every_layer(tmp_path):
+    content = {**section(fp8_skip_layers=(0, 1)), "max_loss": 0}
+    folder = write_profile(tmp_path, {**content, "digest": digest_of(content)})
+    assert read(folder).fp8_skip_layers == (0, 1)
+
+
 def test_a_model_that_has_no_kivi_pages_has_no_hints_for_them(tmp_path):
     content = section()
     del content["kivi"]

@@ -131,6 +131,20 @@ def test_values_beyond_the_profile_are_coded_without_it(value, profile):
     assert back.isfinite().sum() == kv.isfinite().sum()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("value", [0.0, 1e30, -1e38])
+def test_chunks_of_one_value_come_back(value, dtype, profile):
+    kv = torch.full((LAYERS, 2, 24, HEADS, SIZE), value, dtype=dtype)
+    codec = create_codec("cachegen", level="medium", profile=profile)
+    back = codec.decode(codec.encode(kv))
+    assert back.isfinite().all()
+    if value:
+        assert torch.allclose(back, kv, rtol=0.01)
+    else:
+        # Unlike any values of the model: what is left is the means that the ranks cannot say.
+        assert back.float().abs().max() < 3 * profile.transform.scale.max()
+
+
 @pytest.mark.parametrize("level", ["lossless", "paper"])
 def test_levels_without_steps_ignore_the_profile(level, profile):
     kv = model_kv(800)
@@ -213,6 +227,31 @@ def test_a_directory_without_profile_says_what_to_give(tmp_path, folder):
 def test_what_is_no_profile_at_all_is_refused(content, folder):
     (folder / files.JSON_NAME).write_bytes(content)
     with pytest.raises(ValueError, match="calibrate again"):
+        create_codec("cachegen", profile=str(folder))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"best": None},
+        {"high": {"alpha": [1, 1, 1], "dead_zone": [0, 0], "rank": [1, 1]}},
+        {"high": {"alpha": [1, 1], "dead_zone": [0, 0], "rank": [1, 1, 1]}},
+    ],
+)
+def test_levels_that_nothing_would_read_are_refused(change, folder):
+    content = json.loads((folder / files.JSON_NAME).read_text())
+    content["cachegen"]["levels"].update(change)
+    (folder / files.JSON_NAME).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"level.*calibrate again"):
+        create_codec("cachegen", profile=str(folder))
+
+
+def test_what_cannot_be_read_is_told_by_the_name_of_the_file(folder):
+    (folder / files.TENSORS_NAME).write_bytes(b"")
+    with pytest.raises(ValueError, match=f"{files.TENSORS_NAME} cannot be read.*calibrate again"):
+        create_codec("cachegen", profile=str(folder))
+    (folder / files.JSON_NAME).write_bytes(b"{")
+    with pytest.raises(ValueError, match=f"{files.JSON_NAME} is not JSON.*calibrate again"):
         create_codec("cachegen", profile=str(folder))
 
 
