@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import struct
@@ -323,7 +324,7 @@ def test_whatever_stands_in_the_profile_is_shown_or_told(data, folder, profile, 
         for name in way:
             place = place[name]
         if data.draw(st.integers(0, 4)) or isinstance(place, list):
-            place[last] = data.draw(VALUES)
+            place[last] = copy.deepcopy(data.draw(VALUES))
         else:
             del place[last]
         if not content:

@@ -115,13 +115,16 @@ def _check_scales(path: Path, held: Mapping[str, Any], strategy: str) -> list[st
         config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
         if not 0 < config.num_hidden_layers <= MAX_LAYERS:
             raise ValueError(f"num_hidden_layers is {_short(config.num_hidden_layers)}")
+        if not 0 < config.num_hidden_layers <= MAX_LAYERS:
+            raise ValueError(f"num_hidden_layers is {_short(config.num_hidden_layers)}")
         lines = scales.check(held, config, strategy)
         # Layers that draft tokens come after those of the model.
         count = config.num_hidden_layers + (getattr(config, "num_nextn_predict_layers", 0) or 0)
     except Exception as error:  # transformers raises whatever such a configuration leads to
         return [
-            f"{path / 'config.json'} is of no model that is known here, and its scales are not "
-            f"checked ({type(error).__name__}: {_line(error):.200}); copy the checkpoint again"
+            f"{path / 'config.json'} is of no model that is known here, and its scales are "
+            f"not checked ({type(error).__name__}: {_line(error):.200}); copy it again if it was "
+            "changed"
         ]
     if extra := [layer for layer in scales.by_layer(held) if layer >= count]:
         lines.append(f"layers {_listed(extra)} have scales, and the model has {count} layers")
