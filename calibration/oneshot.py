@@ -187,7 +187,8 @@ def _refuse_to_replace(out: Path) -> None:
         others = sorted(set(_files_in(out)) - set(written))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CalibrationError(
-            f"{out} was not made by calibration, and is not replaced; give another OUT"
+            f"{out} has no list of what calibration wrote into it, and is not replaced; "
+            "give another OUT, or remove it yourself"
         ) from error
     if others:
         raise CalibrationError(
@@ -498,7 +499,8 @@ def _write_pages(
     if not windows:
         say(f"no profile of pages: no sample has {sensitivity.WINDOW} tokens")
         return
-    model, _ = load_model(arguments.model, device)
+    with _loading(arguments.model):
+        model, _ = load_model(arguments.model, device)
     name = {
         "name": str(arguments.model),
         "model_type": str(model.config.get_text_config().model_type),
