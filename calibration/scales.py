@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from vllm_kvcompress.config import SCALE_RANGE
+
 Scales = Mapping[str, torch.Tensor]
 """Scale by its name in the checkpoint, ``model.layers.0.self_attn.k_scale``: float32, ``[1]`` for
 strategy ``tensor``, ``[kv_heads]`` for ``attn_head``."""
 
 NAME = re.compile(r"(?P<module>.*?(?P<layer>\d+)\..*)\.(?P<kind>[kv])_scale$")
-LARGEST = 2.0**10
-SMALLEST = 2.0**-30
-"""Beyond these a scale is absurd: K and V in the hundred thousands, or in the millionths."""
 ENCODERS = re.compile(r"vision|visual|image|audio")
 """In the names of modules that have no KV cache."""
 _LATENT = "kv_a_proj_with_mqa"
@@ -184,7 +183,7 @@ def check(found: Scales, config: Any, strategy: str) -> list[str]:
                 lines.append(f"{kind}_scale of layer {number} is not finite")
             elif (scale <= 0).any():
                 lines.append(f"{kind}_scale of layer {number} is zero or negative")
-            elif (scale > LARGEST).any() or (scale < SMALLEST).any():
+            elif (scale > SCALE_RANGE[1]).any() or (scale < SCALE_RANGE[0]).any():
                 lines.append(f"{kind}_scale of layer {number} is absurd: {scale.tolist()}")
     return lines
 

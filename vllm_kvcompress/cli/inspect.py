@@ -66,12 +66,18 @@ def run_calibrated(arguments: argparse.Namespace) -> int:
 
 
 def inspect_file(path: Path) -> dict[str, Any]:
-    """That of the blob in a file. Raises ValueError that names the file."""
-    from vllm_kvcompress.codecs import BlobError
+    """That of the blob in a file, or under ``damaged`` why it cannot be read.
 
+    Raises ValueError, which names the file, for one that is no blob at all.
+    """
+    from vllm_kvcompress.codecs import BlobError, container
+
+    blob = path.read_bytes()
     try:
-        return inspect_blob(path.read_bytes())
+        return inspect_blob(blob)
     except BlobError as error:
+        if blob.startswith(container.MAGIC):
+            return {"damaged": str(error), "blob_bytes": len(blob)}
         raise ValueError(
             f"{path}: {error}; name a blob, the directory of a disk store, or a checkpoint"
         ) from error
