@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,6 +112,27 @@ def test_eval_tells_a_setting_that_the_model_cannot_have_and_fails(model, capsys
     assert status == 1
     assert "99" in found["settings"][1]["refused"]
     assert found["settings"][1]["verdict"] == "failed"
+
+
+def test_eval_that_is_interrupted_tells_what_it_has(model, capsys, monkeypatch):
+    measured = iter([quality.Measured(nats=[1.0, 2.0]), quality.Measured(nats=[1.5, 2.0])])
+
+    def measure(*_):
+        found = next(measured, None)
+        if found is None:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(quality, "session", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(quality, "measure", measure)
+    status, found = run(
+        capsys,
+        *("eval", model, "--settings", "fp8", "kivi_2bit", "kivi_4bit", "--tasks", "perplexity"),
+        *SMALL,
+    )
+    assert status == 130 and found["interrupted"]
+    assert found["settings"][1]["perplexity"]["above"]["value"] == 0.25
+    assert [row.get("refused") for row in found["settings"]] == [None, None, *["interrupted"] * 2]
 
 
 @pytest.mark.parametrize(

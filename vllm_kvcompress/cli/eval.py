@@ -105,14 +105,18 @@ def run(arguments: argparse.Namespace) -> int:
     texts = read_texts(arguments.text)
     found = quality.evaluate(arguments.model, chosen, plan, texts, options)
     for setting, row in zip(chosen, found["settings"], strict=True):
+        if found["interrupted"] and "refused" in row:
+            continue
         if setting.name != settings.BASE:
             row |= judge(row, tolerance)
-        if arguments.lm_eval and "refused" not in row:
+        if arguments.lm_eval and not found["interrupted"] and "refused" not in row:
             row["lm_eval"] = run_harness(arguments, setting)
     if arguments.json:
         print(json.dumps(found))
     else:
         print_eval(found)
+    if found["interrupted"]:
+        return 130
     verdicts = {row.get("verdict") for row in found["settings"]}
     return 1 if verdicts & {FAILED, UNCLEAR} else 0
 

@@ -192,7 +192,8 @@ def evaluate(
     """Measure every setting, the base first, one engine after another.
 
     A setting that an engine refuses is told with its reason; the base has to run. ``options``: more
-    arguments of ``vllm.LLM``. Raises ValueError for what cannot be asked.
+    arguments of ``vllm.LLM``. An interrupt leaves the settings out that are not done, and says so
+    under ``interrupted``, once the base is. Raises ValueError for what cannot be asked.
     """
     from transformers import AutoTokenizer
 
@@ -208,6 +209,7 @@ def evaluate(
     if "refused" in rows[0]:
         raise ValueError(f"setting {settings[0].name}: {rows[0]['refused']}")
     base: Measured | None = None
+    interrupted = False
     tokens = inputs.tokens(plan)
     with Progress(tokens * len(settings), "token") as progress:
         for number, (setting, row) in enumerate(zip(settings, rows, strict=True), 1):
@@ -224,6 +226,13 @@ def evaluate(
                     if base is None:
                         raise ValueError(f"setting {setting.name}: {error}") from error
                     row["refused"] = " ".join(str(error).split()) or type(error).__name__
+                except KeyboardInterrupt:
+                    if base is None:
+                        raise
+                    for left_out in rows[number - 1 :]:
+                        left_out["refused"] = "interrupted"
+                    interrupted = True
+                    break
             progress.reach(tokens * number)
             if "refused" in row:
                 progress.tell(f"{place}: {row['refused']}")
@@ -241,6 +250,7 @@ def evaluate(
         "texts": [name for name, _ in texts],
         "plan": asdict(plan),
         "confidence": statistics.CONFIDENCE,
+        "interrupted": interrupted,
         "settings": rows,
     }
 
