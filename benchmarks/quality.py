@@ -20,13 +20,14 @@ from pathlib import Path
 
 import peer_lmcache
 import torch
+from rate_distortion import OTHERS
 from texts import chosen_texts
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
 from vllm_kvcompress.calibration.dump import cache_to_kv, load_model, prefill, tokenize
 from vllm_kvcompress.calibration.sensitivity import BLOCK, kivi_pages
-from vllm_kvcompress.codecs import create_codec, fp8, kivi
+from vllm_kvcompress.codecs import create_codec
 from vllm_kvcompress.config import KiviSettings
 
 MODEL = Path(__file__).resolve().parent.parent / ".cache" / "smollm2-135m"
@@ -90,8 +91,8 @@ def codec_methods(levels: list[str], chunk: int) -> dict[str, Method]:
     methods = {BASE: codec_method("raw", chunk)}
     methods |= {level: codec_method("cachegen", chunk, level=level) for level in levels}
     methods["int8"] = codec_method("int8", chunk)
-    for codec, module in (("fp8", fp8), ("kivi", kivi)):
-        for level in module.LEVELS:
+    for codec, others in OTHERS.items():
+        for level in others:
             methods[f"{codec} {level}"] = codec_method(codec, chunk, level=level)
     methods["LMCache CacheGen"] = lambda kv: peer_lmcache.quantise(kv)[1].to(kv.dtype)
     return methods

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
+from vllm_kvcompress.codecs.profile import TENSORS_NAME
 from vllm_kvcompress.config import SCALE_RANGE
 
 Scales = Mapping[str, torch.Tensor]
@@ -63,8 +63,23 @@ def tensors_of(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]
 
 
 def of_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
-    """The scales in the weight files of a checkpoint, by name."""
-    return {name: read().float().flatten() for name, read in tensors_of(folder) if NAME.match(name)}
+    """The scales in the weight files of a checkpoint, by name.
+
+    Raises ValueError, which names the file, for one that is damaged.
+    """
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name == TENSORS_NAME:
+            continue
+        try:
+            with safe_open(path, "pt") as file:
+                names = [name for name in file.keys() if NAME.match(name)]  # noqa: SIM118
+                found |= {name: file.get_tensor(name).float().flatten() for name in names}
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise ValueError(
+                f"{path} cannot be read ({error}); copy or calibrate the checkpoint again"
+            ) from error
+    return found
 
 
 def compare_weights(source: Path, folder: Path) -> list[str]:
@@ -78,13 +93,6 @@ def compare_weights(source: Path, folder: Path) -> list[str]:
         for name, read in tensors_of(source)
         if name in ours and not torch.equal(read(), ours[name]())
     ]
-
-
-def strategy_of(folder: Path) -> str | None:
-    """The strategy that a checkpoint's configuration declares for its KV cache, or None."""
-    config = json.loads((folder / "config.json").read_text())
-    scheme = (config.get("quantization_config") or {}).get("kv_cache_scheme") or {}
-    return scheme.get("strategy")
 
 
 def by_layer(found: Scales) -> dict[int, dict[str, torch.Tensor]]:

@@ -33,7 +33,7 @@ def _inspect_scales(path: Path, found: dict[str, Any]) -> None:
     from vllm_kvcompress.calibration import scales
 
     strategy = _strategy(path / "config.json", found["faults"])
-    held = _scales(path)
+    held = scales.of_checkpoint(path)
     layers = scales.by_layer(held)
     found["strategy"] = strategy
     found["scales"] = [
@@ -83,28 +83,6 @@ def _strategy(path: Path, faults: list[str]) -> str | None:
     return strategy
 
 
-def _scales(folder: Path) -> dict[str, Any]:
-    """The scales in the weight files, by name. Raises ValueError for a file that is damaged."""
-    from safetensors import SafetensorError, safe_open
-
-    from vllm_kvcompress.calibration.scales import NAME
-    from vllm_kvcompress.codecs.profile import TENSORS_NAME
-
-    held = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        if path.name == TENSORS_NAME:
-            continue
-        try:
-            with safe_open(path, "pt") as file:
-                names = [name for name in file.keys() if NAME.match(name)]  # noqa: SIM118
-                held |= {name: file.get_tensor(name).float().flatten() for name in names}
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise ValueError(
-                f"{path} cannot be read ({error}); copy or calibrate the checkpoint again"
-            ) from error
-    return held
-
-
 def _check_scales(path: Path, held: Mapping[str, Any], strategy: str) -> list[str]:
     from transformers import AutoConfig
 
@@ -113,8 +91,6 @@ def _check_scales(path: Path, held: Mapping[str, Any], strategy: str) -> list[st
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
-        if not 0 < config.num_hidden_layers <= MAX_LAYERS:
-            raise ValueError(f"num_hidden_layers is {_short(config.num_hidden_layers)}")
         if not 0 < config.num_hidden_layers <= MAX_LAYERS:
             raise ValueError(f"num_hidden_layers is {_short(config.num_hidden_layers)}")
         lines = scales.check(held, config, strategy)

@@ -169,7 +169,6 @@ def estimate(arguments: argparse.Namespace) -> dict[str, Any]:
     profile = None
     if arguments.pages_profile is not None:
         profile = load_page_profile(arguments.pages_profile)
-        profile.check_model(model.shape)
     device = arguments.device or installed_device()
     engine = EngineOptions(
         device=device,
