@@ -116,12 +116,12 @@ def capacity(found: dict[str, Any]) -> Section | None:
         bits = _number(row["bits_per_value"])
         table.append([_name(row), f"{bits:.2f}", f"{size:,.0f}", f"{tokens:,.0f}", f"{times:.2f}"])
     # The published method loses so much more that its sizes alone say little.
-    told = [row.get("settings", {}).get("preset") != "kivi" for row in rows]
-    best = max(
-        (pair for pair, good in zip(zip(bars, table[1:], strict=True), told, strict=True) if good),
-        key=lambda pair: pair[0].value,
-        default=(bars[0], table[1]),
-    )
+    own = [
+        (bar, line)
+        for row, bar, line in zip(rows, bars, table[1:], strict=True)
+        if row.get("settings", {}).get("preset") != "kivi"
+    ]
+    best = max(own, key=lambda pair: pair[0].value, default=(bars[0], table[1]))
     model = escape(str(found["model"]))
     most = f"<b>{best[1][4]}{TIMES}</b> the tokens in the same memory"
     room = "one GiB" if memory is None else f"{_number(memory) / 2**30:g} GiB"
